@@ -20,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +74,7 @@ def main() -> None:
         times = load_or_measure(config, BASE_FORMATS)
         plans = {UNIFORM: completed_plan(config, uniform_plan(config, WeightFormat(4, 128)))}
         # The speed of the machine now, not when the linears were timed.
-        times = times.scaled(measured_over_predicted(times, plans[UNIFORM], WIDTHS))
+        times = replace(times, slowdown=measured_over_predicted(times, plans[UNIFORM], WIDTHS))
         plans |= {str(budget): plan_within(budget, config, times) for budget in options.budgets}
     try:
         bundles = {

@@ -13,7 +13,7 @@ from typing import Final
 
 from ..errors import InputError
 from ..models.progress import Progress, silent
-from .allocation.allocate import PlanSearch, frontier_plans, measured_tokens
+from .allocation.allocate import frontier_plans, measured_tokens, plan_sensitivities
 from .allocation.choices import linear_choices
 from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count
@@ -73,9 +73,9 @@ def measure_frontier(source: Path, recipe: ExportRecipe, progress: Progress = si
         model = SourceModel(checkpoint, config, recipe.context_for(config))
         with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
             model, text, store = calibrate(model, recipe, folder, progress)
-            search = PlanSearch(model, text, recipe, store, folder)
-            sensitivities = search.sensitivities(progress)
-            search.release()
+            alone = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
+            sensitivities = plan_sensitivities(config, recipe, alone, folder, progress)
+            alone.release()
             plans = frontier_plans(config, linear_choices(config, sensitivities, [BYTES_READ]))
             held_out = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
             found = []

@@ -19,8 +19,6 @@ from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder
 from ...runtime.measure.bundle_timing import BundleTimer
-from ..bundle_content import SourceModel
-from ..calibration.calibration_text import CalibrationText
 from ..calibration.divergence import PlanEvaluator
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
@@ -51,7 +49,6 @@ from .format_candidates import (
 from .linear_times import LinearTimes
 from .local_search import SelectionDivergence, local_search, lower_useless_options
 from .plan_costs import BYTES_READ, Budget, Costs, Measure, file_costs, weight_count
-from .quantized_weights import QuantizedLinearStore
 from .timing_bundles import TimingBundle
 
 DEFAULT_SECONDS: Final = 600.0
@@ -166,7 +163,10 @@ def allocate(
     require_feasible(config, budget, costs[0], formats)
     choices, ratio = linear_choices(config, sensitivities, costs), 1.0
 
-    screen, divergence = (_of_selections(choices, each) for each in divergences)
+    def once(measure: PlanDivergence) -> SelectionDivergence:
+        return cache(lambda selection: measure(plan_of(choices, selection)))
+
+    screen, divergence = map(once, divergences)
 
     def knapsack() -> KnapsackProblem:
         return KnapsackProblem(choices, budget.limit(config) / ratio - costs[0].fixed)
@@ -195,11 +195,6 @@ def allocate(
     return Allocation(plan, divergence(selection), sensitivities, steps, frontier_plans(config, choices), ratio)
 
 
-def _of_selections(choices: Sequence[LinearChoice], divergence: PlanDivergence) -> SelectionDivergence:
-    """Measures each selection once."""
-    return cache(lambda selection: divergence(plan_of(choices, selection)))
-
-
 def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
     """Plans by Lagrangian relaxation, from the cheapest to the dearest."""
     cheapest = total_cost(choices, cheapest_selection(KnapsackProblem(choices, 1.0)))
@@ -209,85 +204,77 @@ def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> 
     return tuple(completed_plan(config, plan_of(choices, lagrangian_selection(each))) for each in problems)
 
 
-class PlanSearch:
-    """Search of a plan for one model on one text."""
+def _formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
+    return format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales, recipe.low_rank)
 
-    def __init__(
-        self, model: SourceModel, text: CalibrationText, recipe: ExportRecipe, store: QuantizedLinearStore, folder: Path
-    ) -> None:
-        """Prepare a search; nothing runs yet.
 
-        Args:
-            model: The model to export.
-            text: The calibration text; plans are measured on its calibration part.
-            recipe: The recipe, with mixed weights.
-            store: Quantized linears.
-            folder: Keeps all measurements.
-        """
-        self._config = model.config
-        self._recipe = recipe
-        self._folder = folder
-        self._formats = format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales, recipe.low_rank)
-        self._evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
-        self._all_tokens = sum(map(len, text.calibration))
+def plan_sensitivities(
+    config: DecoderConfig, recipe: ExportRecipe, evaluator: PlanEvaluator, folder: Path, progress: Progress
+) -> dict[str, tuple[Sensitivity, ...]]:
+    """Measure every linear in every format that a recipe allows it; `folder` keeps the measurements.
 
-    def sensitivities(self, progress: Progress) -> dict[str, tuple[Sensitivity, ...]]:
-        """Measure every linear in every format that it may take.
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        OSError: The disk refused a write.
+    """
+    tokens = measured_tokens(config, SENSITIVITY_WORK)
+    return measure_sensitivities(
+        list(planned_linears(config)),
+        _formats_of(recipe),
+        lambda linear, each: evaluator.divergence_alone(linear, each, tokens),
+        folder / SENSITIVITY_FILE,
+        progress,
+    )
 
-        Raises:
-            CheckpointError: A tensor cannot be read.
-            OSError: The disk refused a write.
-        """
-        tokens = measured_tokens(self._config, SENSITIVITY_WORK)
-        return measure_sensitivities(
-            list(planned_linears(self._config)),
-            self._formats,
-            lambda linear, each: self._evaluator.divergence_alone(linear, each, tokens),
-            self._folder / SENSITIVITY_FILE,
-            progress,
-        )
 
-    def release(self) -> None:
-        """Free the memory of the measurements."""
-        self._evaluator.release()
+def search_plan(
+    config: DecoderConfig,
+    recipe: ExportRecipe,
+    budget: Budget,
+    evaluator: PlanEvaluator,
+    times: LinearTimes,
+    folder: Path,
+    progress: Progress,
+) -> tuple[Allocation, LinearTimes]:
+    """Search a plan within a budget.
 
-    def run(self, budget: Budget, times: LinearTimes, progress: Progress) -> tuple[Allocation, LinearTimes]:
-        """Search a plan within a budget.
+    Args:
+        config: The model's numbers.
+        recipe: The recipe, with mixed weights.
+        budget: The budget.
+        evaluator: Measures plans on the calibration part of the text.
+        times: Times of passes on this machine, measured linear by linear.
+        folder: Keeps the sensitivities.
+        progress: Receives the stages.
 
-        Args:
-            budget: The budget.
-            times: Times of passes on this machine, measured linear by linear.
-            progress: Receives the stages.
+    Returns:
+        The plan, and the times: where whole passes were measured, corrected to the machine's current speed.
 
-        Returns:
-            The plan, and the times: where whole passes were measured, corrected to the machine's current speed.
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        InputError: No plan is within the budget.
+        OSError: The disk refused a write.
+    """
+    timed = budget.measure is Measure.MILLISECONDS
+    widths = dict.fromkeys((budget.width, *_TIMED_WIDTHS) if timed else _TIMED_WIDTHS)
 
-        Raises:
-            CheckpointError: A tensor cannot be read.
-            InputError: No plan is within the budget.
-            OSError: The disk refused a write.
-        """
-        config, recipe = self._config, self._recipe
-        timed = budget.measure is Measure.MILLISECONDS
-        widths = dict.fromkeys((budget.width, *_TIMED_WIDTHS) if timed else _TIMED_WIDTHS)
+    def divergence_on(share: float) -> PlanDivergence:
+        tokens = max(_MIN_TOKENS, int(share * min(measured_tokens(config), evaluator.tokens)))
+        return lambda plan: evaluator.divergence(plan, tokens).mean_kl
 
-        def divergence_on(share: float) -> PlanDivergence:
-            tokens = max(_MIN_TOKENS, int(share * min(measured_tokens(config), self._all_tokens)))
-            return lambda plan: self._evaluator.divergence(plan, tokens).mean_kl
-
-        costs = cost_measures(budget, config, [times.costs(width) for width in widths])
-        require_feasible(config, budget, costs[0], self._formats)
-        found = allocate(
-            config,
-            self.sensitivities(progress),
-            (divergence_on(_SCREENED_SHARE), divergence_on(1.0)),
-            budget,
-            costs,
-            (lambda plan: measured_over_predicted(times, plan, [budget.width])) if timed else None,
-            DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit,
-            progress,
-        )
-        return found, times.scaled(found.measured_ratio)
+    costs = cost_measures(budget, config, [times.costs(width) for width in widths])
+    require_feasible(config, budget, costs[0], _formats_of(recipe))
+    found = allocate(
+        config,
+        plan_sensitivities(config, recipe, evaluator, folder, progress),
+        (divergence_on(_SCREENED_SHARE), divergence_on(1.0)),
+        budget,
+        costs,
+        (lambda plan: measured_over_predicted(times, plan, [budget.width])) if timed else None,
+        DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit,
+        progress,
+    )
+    return found, replace(times, slowdown=found.measured_ratio)
 
 
 def measured_tokens(config: DecoderConfig, work: float = PLAN_WORK) -> int:

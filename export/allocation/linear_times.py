@@ -67,6 +67,8 @@ class LinearTimes:
     """Times of linears by their kind (`linear_kind`) and format (`timed_format`)."""
     overhead: Times
     """Time of a pass without its linears."""
+    slowdown: float = 1.0
+    """Factor of all times, for a machine that has become slower."""
 
     def linear(self, linear: FusedLinear, weight_format: WeightFormat, width: int) -> float:
         """Milliseconds of one linear; 0 for an embedding, of which a pass reads a few rows.
@@ -76,7 +78,7 @@ class LinearTimes:
         """
         if linear.name == EMBEDDING_LINEAR:
             return 0.0
-        return interpolated(self.linears[linear_kind(linear.name), timed_format(weight_format)], width)
+        return self.slowdown * interpolated(self.linears[linear_kind(linear.name), timed_format(weight_format)], width)
 
     def milliseconds(self, plan: QuantPlan, width: int) -> float:
         """Milliseconds of a pass over `width` tokens of a model with that plan, including the logits of all tokens.
@@ -85,7 +87,7 @@ class LinearTimes:
             KeyError: A format was not measured, or a linear is missing in the plan.
         """
         linears = sum(self.linear(linear, plan[linear.name], width) for linear in fused_linears(self.config))
-        return interpolated(self.overhead, width) + linears
+        return self.slowdown * interpolated(self.overhead, width) + linears
 
     def costs(self, width: int) -> Costs:
         """Milliseconds of passes over `width` tokens as costs of plans; a linear and the one paired with it are one."""
@@ -94,15 +96,7 @@ class LinearTimes:
             both = (linear,) if linear.paired is None else (linear, linear.paired)
             return sum(self.linear(each, weight_format, width) for each in both)
 
-        return Costs(of, interpolated(self.overhead, width))
-
-    def scaled(self, factor: float) -> LinearTimes:
-        """All times multiplied by a factor, for a machine that has become slower."""
-        return replace(
-            self,
-            linears={key: _scaled(each, factor) for key, each in self.linears.items()},
-            overhead=_scaled(self.overhead, factor),
-        )
+        return Costs(of, self.slowdown * interpolated(self.overhead, width))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
@@ -168,7 +162,7 @@ def measure(
 
     Args:
         config: The model's numbers.
-        formats: Formats to measure.
+        formats: Formats to measure (`timed_format`).
         progress: Receives the stage "timing linears".
         rounds: Number of turns of each timed model.
         timer: Times the models.
@@ -177,8 +171,7 @@ def measure(
         BundleError, EdgeError: ONNX Runtime cannot run the timed models.
         OSError: The disk refused a write.
     """
-    timed = tuple(dict.fromkeys(map(timed_format, formats)))
-    mixed, uniform = timing_bundles(config, timed), uniform_bundles(config, timed)
+    mixed, uniform = timing_bundles(config, formats), uniform_bundles(config, formats)
     bundles = [*mixed, *uniform]
     with temporary_folder(cache_folder(), "linears") as folder:
         paths = [folder / str(number) for number in range(len(bundles))]
@@ -290,10 +283,6 @@ def interpolated(times: Times, width: int) -> float:
     upper = min(max(bisect_right(known, width), 1), len(known) - 1)
     left, right = known[upper - 1], known[upper]
     return times[left] + (times[right] - times[left]) * (width - left) / (right - left)
-
-
-def _scaled(times: Times, factor: float) -> Times:
-    return {width: milliseconds * factor for width, milliseconds in times.items()}
 
 
 def _parsed_times(data: Mapping[str, Any]) -> Times:

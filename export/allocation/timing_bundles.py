@@ -158,9 +158,6 @@ class _RandomSource(ModelSource):
     def row_ranges(self, name: str) -> Iterator[RowRange]:
         return ranges_of_rows(name, *self.shape(name))
 
-    def chunks(self, name: str) -> Iterator[Float32Array]:
-        return map(self.read_rows, self.row_ranges(name))
-
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         count, columns = rows.stop - rows.start, self._shapes[rows.name][1]
         # Each part has its own generator: they are made on several threads, and must differ, since ONNX Runtime packs

@@ -1,7 +1,7 @@
 """Statistics of the inputs of every linear over calibration text.
 
-They are collected layer by layer in one pass. The statistics of a layer are written as soon as it is done, together
-with the hidden states after it, so an interrupted pass is resumed; the second moments of only one layer are in memory.
+They are collected layer by layer in one pass. The statistics of a layer are written as soon as it is done, and an
+interrupted pass does not collect them again; the second moments of only one layer are in memory.
 
 A beginning that many texts share counts once per text, because all that follows attends to it: with GPTQ at 4 bits in
 blocks of 128, the bundled model had 6 % more KL where it was counted once.
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...models.array_file import map_array, read_array
 from ...models.atomic import write_atomically
-from ...models.file_system import remove
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
@@ -75,8 +74,8 @@ def collect_statistics(
     Args:
         model: The float model.
         text: The calibration text.
-        folder: Folder for the statistics and for the state of an interrupted pass; created if necessary. It belongs to
-            one model, text and choice of second moments.
+        folder: Folder for the statistics; created if necessary. It belongs to one model, text and choice of second
+            moments.
         second_moments: Whether to collect E[x xT].
         progress: Receives the stage "collecting statistics".
 
@@ -90,18 +89,14 @@ def collect_statistics(
     runner = LayerRunner(model)
     batches = pack_texts(text.calibration)
     folder.mkdir(parents=True, exist_ok=True)
-    start, hidden = _resumed(runner, folder, batches)
-    for index in range(start, config.layers):
+    hidden = [runner.embed(batch) for batch in batches]
+    for index in range(config.layers):
         progress(STAGE, index / (config.layers + 1))
         _collect_layer(runner, index, hidden, batches, folder, second_moments)
-        states = np.concatenate([each.reshape(-1, config.hidden_size) for each in hidden])
-        _save(folder / _states_file(index + 1), states)
-        remove(folder / _states_file(index))
     head = _Sums(head_layout(config), second_moments)
     for batch, states in zip(batches, hidden, strict=True):
         head.add(runner.head_inputs(states[batch.filled]))
     head.save(folder, _HEAD)
-    remove(folder / _states_file(config.layers))
     progress(STAGE, 1.0)
     return StatisticsStore(folder, config)
 
@@ -131,7 +126,7 @@ def _collect_layer(
     folder: Path,
     second_moments: bool,
 ) -> None:
-    """Collect the statistics of one layer, and replace `hidden` by the states after it."""
+    """Collect the statistics of one layer unless the folder has them, and replace `hidden` by the states after it."""
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
     dense = {name: _Sums(linear, second_moments) for name, linear in linears.items() if not linear.experts}
@@ -145,9 +140,11 @@ def _collect_layer(
     def run(number: int) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
 
-    numbers = range(len(batches))
+    numbers, known = range(len(batches)), all((folder / f"{name}.npy").is_file() for name in linears)
     for number, (after, inputs, routed) in zip(numbers, in_order(run, numbers), strict=True):
         hidden[number], filled = after, batches[number].filled
+        if known:
+            continue
         for name, values in inputs.items():
             dense[name].add(values[filled])
         for name, (*experts, together) in of_experts.items():
@@ -156,6 +153,8 @@ def _collect_layer(
                 kept = values[filled.reshape(-1)[tokens]]
                 sums.add(kept)
                 together.add(kept)
+    if known:
+        return
     for name, (*experts, together) in of_experts.items():
         for expert, sums in enumerate(experts):
             # As if `PRIOR_TOKENS` further tokens had come with the common averages: few tokens say little about most
@@ -205,22 +204,6 @@ class _Sums:
         averages = np.stack([self._squares, self._magnitudes]) / total
         _save(folder / f"{name}.tokens.npy", np.array(round(self.tokens - counted)))
         _save(folder / f"{name}.npy", averages.astype(np.float32))
-
-
-def _resumed(runner: LayerRunner, folder: Path, batches: list[Batch]) -> tuple[int, list[Float32Array]]:
-    """The layer to begin with, and the hidden states before it, batch by batch."""
-    for index in range(runner.config.layers, 0, -1):
-        if (folder / _states_file(index)).is_file():
-            saved = read_array(folder / _states_file(index))
-            counts = [batch.tokens.size for batch in batches]
-            parts = np.split(saved, np.cumsum(counts)[:-1])
-            return index, [part.reshape(*batch.tokens.shape, -1) for part, batch in zip(parts, batches, strict=True)]
-    return 0, [runner.embed(batch) for batch in batches]
-
-
-def _states_file(index: int) -> str:
-    """Name of the file with the hidden states before layer `index`."""
-    return f"before-layer-{index}.npy"
 
 
 def _save(path: Path, values: npt.NDArray[Any]) -> None:

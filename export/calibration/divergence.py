@@ -84,6 +84,7 @@ class PlanEvaluator:
         self._config = config = model.config
         self._weights_of = weights_of
         self._text = tuple(text)
+        self.tokens: Final = sum(map(len, text))
         self._batches = pack_texts(self._text)
         self._linears = {linear.name: linear for linear in fused_linears(config)}
         self._runner, self._comparison = LayerRunner(model), LogitComparison(config.vocab_size)

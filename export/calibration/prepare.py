@@ -12,7 +12,7 @@ from typing import Final
 
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
-from ..allocation.allocate import Allocation, PlanSearch, cost_measures, require_feasible
+from ..allocation.allocate import Allocation, cost_measures, require_feasible, search_plan
 from ..allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears, read_plan
 from ..allocation.linear_times import LinearTimes, load_or_measure
 from ..allocation.plan_costs import Measure
@@ -83,8 +83,8 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     if budget is not None:
         formats = (*BASE_FORMATS, *LOW_RANK_FORMATS) if recipe.low_rank else BASE_FORMATS
         times = load_or_measure(config, formats, progress)
-        search = PlanSearch(model, text, recipe, store, folder)
-        allocation, times = search.run(budget, times, progress)
+        evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
+        allocation, times = search_plan(config, recipe, budget, evaluator, times, folder, progress)
         plan = allocation.plan
     plan = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
     independent = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")

@@ -47,23 +47,18 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
     stats = ((path.name, path.stat()) for path in source.iterdir() if path.is_file())
     made_from = json.dumps([sorted((name, each.st_size, each.st_mtime_ns) for name, each in stats), settings])
     name = hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    folder = cache_folder() / "exports" / name if kept is None else kept
+    folder = kept or cache_folder() / "exports" / name
     try:
-        if kept is not None:
-            kept.mkdir(parents=True, exist_ok=True)
-            with _locked(kept / _LOCK_NAME, kept):
-                _claim(kept, made_from)
-                yield kept
-            return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_old(folder.parent)
-        with _locked(_lock_of(folder), folder):
-            folder = _usable(folder)
+        (kept or folder.parent).mkdir(parents=True, exist_ok=True)
+        if kept is None:
+            _remove_old(folder.parent)
+        with _locked(_lock_of(folder) if kept is None else kept / _LOCK_NAME, folder):
+            folder = kept or _usable(folder)
             _claim(folder, made_from)
             yield folder
-            # Arrays in reference cycles may still map files.
-            gc.collect()
-            discard_folder(folder)
+            if kept is None:
+                gc.collect()  # arrays in reference cycles may still map files
+                discard_folder(folder)
     except OSError as error:
         raise DestinationError(
             f"{folder} cannot be written: {error.strerror or error}", "free space there, or choose another with --work"

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 from onnx import ModelProto
 
 from ...errors import ExportError
@@ -48,27 +47,22 @@ class StaticPass(NamedTuple):
 class StaticContractSession:
     """Runs a static graph (docs/graph-contract.md) with full control of masks and positions."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
-        """Read width and capacity from the inputs of the loaded graph."""
-        self._session = session
-        shapes = {value.name: value.shape for value in session.get_inputs()}
-        self.width: Final = int(shapes["input_ids"][1])
-        self._masks = [name for name in shapes if name.startswith("attention_mask")]
-        self.caches: Final = {name: tuple(shape) for name, shape in shapes.items() if name.startswith("past")}
-        self.capacity: Final = int(next(iter(self.caches.values()))[2])
-        self._selects_logits = "logit_rows" in shapes
-
-    @classmethod
-    def on_cpu(cls, path: Path) -> StaticContractSession:
-        """Load a graph on the CPU.
+    def __init__(self, path: Path) -> None:
+        """Load a graph on the CPU, and read width and capacity from its inputs.
 
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
         try:
-            return cls(load_session(str(path), session_options()))
+            self._session = load_session(str(path), session_options())
         except ORT_ERRORS as error:
             raise ExportError(f"ONNX Runtime cannot load {path.name}: {error_reason(error)}") from error
+        shapes = {value.name: value.shape for value in self._session.get_inputs()}
+        self.width: Final = int(shapes["input_ids"][1])
+        self._masks = [name for name in shapes if name.startswith("attention_mask")]
+        self.caches: Final = {name: tuple(shape) for name, shape in shapes.items() if name.startswith("past")}
+        self.capacity: Final = int(next(iter(self.caches.values()))[2])
+        self._selects_logits = "logit_rows" in shapes
 
     def empty_cache(self) -> dict[str, npt.NDArray[np.float16]]:
         """Cache buffers by the name of their input, zeros."""
@@ -165,7 +159,7 @@ def check_static_graphs(
     contract = ContractSession(folder, longest, with_float_activations(model))
     expected = contract.forward(tokens, np.arange(longest)).astype(np.float64)
     for number, shape in enumerate(shapes, 1):
-        difference = _difference(StaticContractSession.on_cpu(folder / shape.file), tokens, expected)
+        difference = _difference(StaticContractSession(folder / shape.file), tokens, expected)
         allowed = TOLERANCE * float(expected.std())
         if not difference <= allowed:
             raise ExportError(

@@ -205,21 +205,14 @@ def save_examples(path: Path, examples: Sequence[Example]) -> None:
 def load_examples(path: Path) -> list[Example]:
     """Read what `save_examples` wrote."""
     arrays = load_file(path)
-    examples = []
-    at = answered = 0
-    for length in arrays["lengths"].tolist():
-        answer = arrays["answer"][at : at + length].astype(bool).tolist()
-        count = sum(answer)
-        examples.append(
-            Example(
-                arrays["ids"][at : at + length].tolist(),
-                answer,
-                arrays["top_ids"][answered : answered + count].astype(np.int64),
-                arrays["top_probs"][answered : answered + count],
-            )
-        )
-        at, answered = at + length, answered + count
-    return examples
+    ends = np.cumsum(arrays["lengths"], dtype=np.int64)
+    answers = np.split(arrays["answer"].astype(bool), ends)[:-1]
+    tops = np.cumsum([each.sum() for each in answers], dtype=np.int64)
+    ids, top_ids, top_probs = (
+        np.split(arrays[name], places)[:-1] for name, places in (("ids", ends), ("top_ids", tops), ("top_probs", tops))
+    )
+    parts = zip(ids, answers, top_ids, top_probs, strict=True)
+    return [Example(each.tolist(), answer.tolist(), top.astype(np.int64), probs) for each, answer, top, probs in parts]
 
 
 def state_layers(layers: int) -> tuple[int, ...]:

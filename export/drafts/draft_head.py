@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -183,28 +184,41 @@ def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule
     trimmed = folder / TARGET_IDS_NAME
     if isinstance(head, MtpModule) and trimmed.is_file():
         expected = expected._replace(logits=expected.logits[:, np.load(trimmed)])
-    session = ContractSession(
-        folder,
-        count,
-        with_float_activations(onnx.load(folder / DRAFT_GRAPH_NAME, load_external_data=False)),
-        extra_outputs=(inputs_outputs.NEXT_STATES,),
-    )
-    state = np.empty((0, head.config.hidden_size), np.float32)
-    for start, stop in ((0, given), *((index, index + 1) for index in range(given, count))):
-        positions = np.arange(start, stop)
-        bias = np.where(np.arange(stop) <= positions[:, None], np.float32(0), np.float32(-1e9))
-        feeds = {inputs_outputs.DRAFT_FEATURES: features[start:stop], inputs_outputs.DRAFT_STATES: state}
-        last = np.array([stop - start - 1])
-        logits = session.run(tokens[start:stop], positions, bias, last, feeds)
-        session.length = stop
-        (state,) = session.extra
-        for found, wanted in ((logits[0], expected.logits[stop - 1]), (state[0], expected.states[stop - 1])):
+    graph = with_float_activations(onnx.load(folder / DRAFT_GRAPH_NAME, load_external_data=False))
+    hidden = head.config.hidden_size
+    for logits, states, place in head_passes(folder, graph, tokens, features, hidden):
+        last = place.stop - 1
+        for found, wanted in ((logits[-1], expected.logits[last]), (states[-1], expected.states[last])):
             difference = float(np.abs(found - wanted).max())
             if not difference <= TOLERANCE * max(1.0, float(wanted.std())):
                 raise ExportError(
                     f"the exported draft head differs from the reference by {difference:.2g}",
                     "this is a defect of the exporter: please report the head",
                 )
+
+
+def head_passes(
+    folder: Path,
+    graph: onnx.ModelProto,
+    tokens: npt.NDArray[np.int64],
+    features: npt.NDArray[np.float32],
+    hidden_size: int,
+) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], slice]]:
+    """Run a head's graph over tokens [n]: one pass with features [k, f], then one for each further token.
+
+    Yields:
+        Logits and states of the tokens of each pass, and the places of these tokens.
+    """
+    session = ContractSession(folder, len(tokens), graph, extra_outputs=(inputs_outputs.NEXT_STATES,))
+    states, given = np.empty((0, hidden_size), np.float32), len(features)
+    for start, stop in ((0, given), *((index, index + 1) for index in range(given, len(tokens)))):
+        positions = np.arange(start, stop)
+        bias = np.where(np.arange(stop) <= positions[:, None], np.float32(0), np.float32(-1e9))
+        feeds = {inputs_outputs.DRAFT_FEATURES: features[start:stop], inputs_outputs.DRAFT_STATES: states[-1:]}
+        logits = session.run(tokens[start:stop], positions, bias, np.arange(stop - start), feeds)
+        session.length = stop
+        (states,) = session.extra
+        yield logits, states, slice(start, stop)
 
 
 def _reference(

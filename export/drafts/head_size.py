@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ...runtime.text.turn_markers import TokenArray
+from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..bundle_content import read_manifest
+from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession
 
 _MAX_CHAIN: Final = 7
@@ -88,6 +89,31 @@ def rank_tokens(texts: Sequence[TokenArray], vocabulary: int, always: Collection
     order = np.lexsort((np.arange(vocabulary), -counts, ~kept))
     # A head has at least one row.
     return TokenRanking(order.astype(np.int64), max(1, int(kept.sum())))
+
+
+def ranked_text(folder: Path, vocabulary: int, text: CalibrationText) -> tuple[TokenRanking, list[int]]:
+    """Rank a head's tokens by the calibration part of a text.
+
+    Args:
+        folder: The target's bundle, whose special tokens and tokens that end a text are always kept.
+        vocabulary: Number of tokens of the head.
+        text: Text of the target.
+
+    Returns:
+        The ranking; and for each held-out text the index of the first token that a draft would predict.
+
+    Raises:
+        InputError: No text is given.
+    """
+    markers = read_markers(folder)
+    ranking = rank_tokens(text.calibration, vocabulary, markers.special | markers.ending)
+    return ranking, [answer_start(each, markers) for each in text.held_out]
+
+
+def coverage(texts: Sequence[TokenArray], starts: Sequence[int], kept: TokenArray) -> float:
+    """Share of the tokens of answers, which begin at `starts`, that are kept."""
+    answers = np.concatenate([each[start:] for each, start in zip(texts, starts, strict=True)])
+    return float(np.isin(answers, kept).mean())
 
 
 def _common_prefix(texts: Sequence[TokenArray]) -> list[int]:

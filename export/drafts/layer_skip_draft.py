@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,7 +36,7 @@ from .head_size import (
     TokenRanking,
     best_size,
     count_agreement,
-    rank_tokens,
+    ranked_text,
     tokens_per_second,
 )
 from .skipped_layers import (
@@ -77,8 +77,16 @@ def step_seconds(target: Mapping[int, float], saved: Mapping[SubLayer, float], s
     return max(target[1] - sum(saved[each] for each in skipped), target[1] / 1000)
 
 
-class SkipSearch:
-    """Search of the sub-layers to skip.
+def search_skips(
+    agreement: Callable[[Collection[SubLayer]], float],
+    target: Mapping[int, float],
+    saved: Mapping[SubLayer, float],
+    *,
+    seed: int = 0,
+    deadline: float = math.inf,
+    progress: Callable[[], None] = lambda: None,
+) -> frozenset[SubLayer]:
+    """Search the sub-layers to skip, at least one.
 
     Args:
         agreement: Measures the agreement of a choice; slow.
@@ -88,80 +96,56 @@ class SkipSearch:
         deadline: Value of `time.monotonic` at which the search ends, but not before one choice was measured.
         progress: Called after each measured choice.
     """
+    sub_layers, random = sorted(saved), np.random.default_rng(seed)
+    measured: dict[frozenset[SubLayer], float] = {}
 
-    def __init__(
-        self,
-        agreement: Callable[[Collection[SubLayer]], float],
-        target: Mapping[int, float],
-        saved: Mapping[SubLayer, float],
-        *,
-        seed: int = 0,
-        deadline: float = math.inf,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._agreement = agreement
-        self._target = target
-        self._saved = saved
-        self._sub_layers = sorted(saved)
-        self._generator = np.random.default_rng(seed)
-        self._deadline = deadline
-        self._progress = progress
-        self._agreements: dict[frozenset[SubLayer], float] = {}
+    def is_late() -> bool:
+        return time.monotonic() > deadline
 
-    def best(self) -> frozenset[SubLayer]:
-        """Run the search; returns the sub-layers to skip, at least one."""
-        alone = [frozenset({each}) for each in self._sub_layers]
-        best = self._better(alone, alone[0])
-        best = self._better(self._prefixes(), best)
-        failures = 0
-        while failures < _PATIENCE * len(self._sub_layers) and not self._is_late():
-            found = self._better([self._changed(best)], best)
-            failures = failures + 1 if found == best else 0
-            best = found
-        return best
+    def speed(skipped: frozenset[SubLayer]) -> float:
+        """Expected tokens per second."""
+        if skipped not in measured:
+            measured[skipped] = agreement(skipped)
+            progress()
+        return tokens_per_second(measured[skipped], step_seconds(target, saved, skipped), target)
 
-    def _prefixes(self) -> list[frozenset[SubLayer]]:
-        """Prefixes of several lengths of the sub-layers, ordered by lost agreement per saved time."""
-
-        def loss_rate(sub_layer: SubLayer) -> float:
-            lost = 1 - self._agreements.get(frozenset({sub_layer}), 0.0)
-            return lost / max(self._saved[sub_layer], 1e-12)
-
-        order = sorted(self._sub_layers, key=loss_rate)
-        lengths = np.unique(np.linspace(1, len(order), min(_MAX_PREFIXES, len(order))).round().astype(int))
-        return [frozenset(order[:length]) for length in lengths.tolist()]
-
-    def _changed(self, skipped: frozenset[SubLayer]) -> frozenset[SubLayer]:
-        """A random choice that adds or removes one sub-layer, or exchanges one for another."""
-        out, kept = sorted(skipped), [each for each in self._sub_layers if each not in skipped]
-        exchange = self._generator.random() < _EXCHANGE_SHARE
-        removes = bool(self._generator.integers(2))
-        changed = set(skipped)
-        if kept and (exchange or not removes or len(out) == 1):
-            changed.add(kept[int(self._generator.integers(len(kept)))])
-        if len(out) > 1 - exchange and (exchange or removes):
-            changed.discard(out[int(self._generator.integers(len(out)))])
-        return frozenset(changed) or skipped
-
-    def _better(self, choices: Sequence[frozenset[SubLayer]], best: frozenset[SubLayer]) -> frozenset[SubLayer]:
+    def better(choices: Iterable[frozenset[SubLayer]], best: frozenset[SubLayer]) -> frozenset[SubLayer]:
         """Measure choices; the best of them, if it is better than the best so far."""
         for skipped in choices:
-            if self._agreements and self._is_late():
+            if measured and is_late():
                 break
-            if self._speed(skipped) > self._speed(best):
+            if speed(skipped) > speed(best):
                 best = skipped
         return best
 
-    def _speed(self, skipped: frozenset[SubLayer]) -> float:
-        """Expected tokens per second."""
-        if skipped not in self._agreements:
-            self._agreements[skipped] = self._agreement(skipped)
-            self._progress()
-        step = step_seconds(self._target, self._saved, skipped)
-        return tokens_per_second(self._agreements[skipped], step, self._target)
+    def loss_rate(sub_layer: SubLayer) -> float:
+        """Agreement that a sub-layer alone costs for the time that it saves."""
+        return (1 - measured.get(frozenset({sub_layer}), 0.0)) / max(saved[sub_layer], 1e-12)
 
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
+    alone = [frozenset({each}) for each in sub_layers]
+    best = better(alone, alone[0])
+    order = sorted(sub_layers, key=loss_rate)
+    lengths = np.unique(np.linspace(1, len(order), min(_MAX_PREFIXES, len(order))).round().astype(int))
+    best, failures = better((frozenset(order[:length]) for length in lengths.tolist()), best), 0
+    while failures < _PATIENCE * len(sub_layers) and not is_late():
+        found = better([_changed(best, sub_layers, random)], best)
+        failures = failures + 1 if found == best else 0
+        best = found
+    return best
+
+
+def _changed(
+    skipped: frozenset[SubLayer], sub_layers: Sequence[SubLayer], random: np.random.Generator
+) -> frozenset[SubLayer]:
+    """A random choice that adds or removes one sub-layer, or exchanges one for another."""
+    out, kept = sorted(skipped), [each for each in sub_layers if each not in skipped]
+    exchange, removes = random.random() < _EXCHANGE_SHARE, bool(random.integers(2))
+    changed = set(skipped)
+    if kept and (exchange or not removes or len(out) == 1):
+        changed.add(kept[int(random.integers(len(kept)))])
+    if len(out) > 1 - exchange and (exchange or removes):
+        changed.discard(out[int(random.integers(len(out)))])
+    return frozenset(changed) or skipped
 
 
 class LayerSkipReport(NamedTuple):
@@ -216,7 +200,7 @@ def adopt_layer_skip_draft(
     progress(_STAGE, 0.0)
     markers = read_markers(target)
     chosen_on, measured_on = (beginning_of(texts) for texts in (text.calibration, text.held_out))
-    ranking = rank_tokens(text.calibration, manifest.architecture.vocab_size, markers.special | markers.ending)
+    ranking, _ = ranked_text(target, manifest.architecture.vocab_size, text)
     if isinstance(wanted, int):
         ranking.kept(wanted)  # raises before measurements
     passes, saved = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
@@ -266,14 +250,13 @@ def _search(
     `agreement` has a session as large as the model, which should end with the search.
     """
     started = time.monotonic()
-    search = SkipSearch(
+    return search_skips(
         agreement.agreement,
         target,
         saved,
         deadline=started + max_seconds,
         progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
-    return search.best()
 
 
 def _sub_layer_times(

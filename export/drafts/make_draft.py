@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER, open_bundle
 from ...models.draft_heads import HeadKind
@@ -16,8 +14,7 @@ from ...models.pairing import name_draft, vocabulary_difference
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.measure.draft_benefit import measure_draft_benefit
-from ...runtime.text.turn_markers import answer_start, read_markers
-from ..bundle_content import BundleContent
+from ..bundle_content import BundleContent, read_manifest
 from ..bundle_writer import write_bundle
 from ..calibration.calibration_text import CalibrationText
 from ..checkpoint.open import open_source
@@ -25,7 +22,7 @@ from ..quantization.methods import FP32, with_methods
 from ..recipe import DraftTokens, ExportRecipe
 from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
-from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, rank_tokens
+from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, coverage, ranked_text
 from .layer_skip_draft import adopt_layer_skip_draft
 from .trimmed_head import head_tokens, write_trimmed
 
@@ -163,13 +160,10 @@ def adopt_draft(
 def _trim(
     target: Path, draft: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress
 ) -> tuple[int, float]:
-    whole, target_manifest = open_bundle(draft), open_bundle(target).manifest
-    shared = head_tokens(EditableGraph.open(whole.graph))
-    if target_manifest is not None:  # tokens beyond the target's are padding
-        shared = min(shared, target_manifest.architecture.vocab_size)
-    markers = read_markers(target)
-    ranking = rank_tokens(text.calibration, shared, markers.special | markers.ending)
-    starts = [answer_start(each, markers) for each in text.held_out]
+    whole = open_bundle(draft)
+    # Tokens beyond the target's are padding.
+    shared = min(head_tokens(EditableGraph.open(whole.graph)), read_manifest(target).architecture.vocab_size)
+    ranking, starts = ranked_text(target, shared, text)
     trimmed = draft.with_name(f".{draft.name}.trimmed")
     try:
         if isinstance(wanted, int):
@@ -189,5 +183,4 @@ def _trim(
             move(trimmed, draft)
     finally:
         remove(trimmed)
-    answers = np.concatenate([each[start:] for each, start in zip(text.held_out, starts, strict=True)])
-    return tokens, float(np.isin(answers, kept).mean())
+    return tokens, coverage(text.held_out, starts, kept)

@@ -36,7 +36,7 @@ from ...models.progress import Progress
 from ...runtime.engine_loading import load
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.speculation.drafters.target_drafts import HiddenStateHead
-from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
+from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import change_manifest, read_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession
@@ -54,7 +54,8 @@ from .head_size import (
     TokenRanking,
     best_size,
     count_agreement,
-    rank_tokens,
+    coverage,
+    ranked_text,
 )
 
 TokenIds = npt.NDArray[np.int64]
@@ -249,9 +250,7 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
     vocabulary = read_manifest(folder).architecture.vocab_size
     if text is None or wanted == "all" or (wanted is None and vocabulary < _LARGE):
         return ""
-    markers = read_markers(folder)
-    ranking = rank_tokens(text.calibration, vocabulary, markers.special | markers.ending)
-    starts = [answer_start(each, markers) for each in text.held_out]
+    ranking, starts = ranked_text(folder, vocabulary, text)
     if wanted == "auto":
         tokens = _fastest(folder, ranking, text.held_out, starts, progress)
     else:
@@ -260,10 +259,9 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
     if tokens == vocabulary:
         return ""
     trim_own_draft(folder, kept)
-    answers = np.concatenate([each[start:] for each, start in zip(text.held_out, starts, strict=True)])
     return (
         f"The multi-token-prediction module drafts {tokens} of {vocabulary} tokens, "
-        f"{np.isin(answers, kept).mean():.1%} of those in held-out answers."
+        f"{coverage(text.held_out, starts, kept):.1%} of those in held-out answers."
     )
 
 

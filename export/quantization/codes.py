@@ -256,6 +256,18 @@ StatisticsOf = Callable[[str], InputStatistics | None]
 """Returns the statistics of a linear's inputs; None where there are none."""
 
 
+def second_moments(inputs: InputStatistics, columns: int) -> Float32Array:
+    """E[x xT] of the inputs of a linear, float32 [K, K]; inputs count as uncorrelated where it is unknown.
+
+    Raises:
+        InputError: the moments are not finite numbers of that shape.
+    """
+    moments = np.diag(inputs.mean_square) if inputs.second_moment is None else inputs.second_moment
+    if moments.shape != (columns, columns) or not np.isfinite(moments).all():
+        raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")
+    return moments
+
+
 def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int) -> tuple[Float32Array, Float32Array]:
     """Compute the optimal correction `up` @ `down` of that rank.
 
@@ -271,10 +283,7 @@ def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int
         InputError: the moments are not finite numbers of shape [K, K].
     """
     rows, columns = errors.shape
-    moments = np.diag(inputs.mean_square) if inputs.second_moment is None else inputs.second_moment
-    if moments.shape != (columns, columns) or not np.isfinite(moments).all():
-        raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")
-    exact, squares = errors.astype(np.float64), moments.astype(np.float64)
+    exact, squares = errors.astype(np.float64), second_moments(inputs, columns).astype(np.float64)
     if rows <= columns:
         vectors = np.linalg.eigh(exact @ squares @ exact.T)[1][:, ::-1][:, :rank]
     else:

@@ -23,10 +23,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, InputStatistics, pack_codes, unpack_zero_points
+from .codes import Float32Array, InputStatistics, pack_codes, second_moments, unpack_zero_points
 from .k_quant import k_quant_rows
 
 Float64Array = npt.NDArray[np.float64]
@@ -100,9 +99,7 @@ def _codes(
 
 
 def _factorize(inputs: InputStatistics, columns: int) -> _Factorization:
-    moments = inputs.second_moment
-    if moments is None or moments.shape != (columns, columns) or not np.isfinite(moments).all():
-        raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")
+    moments = second_moments(inputs, columns)
     diagonal = np.diagonal(moments).astype(np.float64)
     order = np.argsort(-diagonal, kind="stable")
     damping = _DAMPING * diagonal.mean()

@@ -131,10 +131,8 @@ def _of_similar_size(
     plans: Sequence[dict[str, WeightFormat]], config: DecoderConfig, limit: float
 ) -> list[dict[str, WeightFormat]]:
     """The plans that take nearly all of the limit, or the largest where none does, without duplicates."""
-    sized: list[tuple[float, dict[str, WeightFormat]]] = []
-    for plan in plans:
-        uniform = len(set(plan.values())) == 1  # if the rest of the limit has raised all linears
-        if not uniform and all(plan != other for _, other in sized):
-            sized.append((plan_cost(plan, BYTES_READ, config), plan))
+    # A plan is uniform if the rest of the limit has raised all linears.
+    different = {tuple(plan.values()): plan for plan in plans if len(set(plan.values())) > 1}.values()
+    sized = [(plan_cost(plan, BYTES_READ, config), plan) for plan in different]
     least = min((1 - SIZE_TOLERANCE) * limit, max((size for size, _ in sized), default=0.0))
     return [plan for size, plan in sized if size >= least]

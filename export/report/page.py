@@ -1,7 +1,7 @@
 """Writes a report as `report.html`, a self-contained page with plots and grids, and as `report.json`.
 
-Plots are SVG elements with CSS classes. Coordinates are SVG pixels, x to the right and y downwards. See
-docs/decisions/0020-plots-drawn-here.md.
+The template draws the plots as SVG elements with CSS classes. Coordinates are SVG pixels, x to the right and y
+downwards. See docs/decisions/0020-plots-drawn-here.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from html import escape
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,8 +33,6 @@ _KINDS: Final[Mapping[PlanKind, str]] = {
     PlanKind.CHOSEN: "this model",
 }
 """Labels of the kinds of plans, in the order of drawing, so that the chosen plan lies on top."""
-_LETTER_WIDTH: Final = 5.8
-"""Approximate width of a letter of a legend in pixels."""
 _TICK_STEPS: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _LOG_TICKS: Final = (1.0, 2.0, 5.0)
 _MARGIN: Final = 0.06
@@ -70,6 +67,8 @@ def page(report: ModelReport) -> str:
         tables=tables_of(report),
         grids=grids_of(report.linears),
         plots=plots_of(report),
+        area=(_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT),
+        short_number=short_number,
     )
 
 
@@ -102,8 +101,33 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
 
 
-def plots_of(report: ModelReport) -> list[str]:
-    """SVG elements of the plots for which the report has figures."""
+class Mark(NamedTuple):
+    """A drawn element of a plot; coordinates are pixels."""
+
+    element: str
+    """`polyline` through all points, `circle` with a tooltip, or `text`."""
+    css_class: str
+    points: list[tuple[float, float]]
+    content: str = ""
+    """The text or the tooltip."""
+    radius: float = 4
+
+
+class Plot(NamedTuple):
+    """A plot with its axes; the template adds ticks, labels and the legend."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: Axis
+    y: Axis
+    marks: list[Mark]
+    legend: Sequence[tuple[str, str]] = ()
+    """CSS class and label of each series."""
+
+
+def plots_of(report: ModelReport) -> list[Plot]:
+    """The plots for which the report has figures."""
     drawn = (
         _plans(report.plans, "Size against quality", "MB per token", lambda plan: plan.bytes_read / 1e6, joined=True),
         _plans(report.plans, "Time against quality", "milliseconds per token", lambda plan: plan.milliseconds.get(1)),
@@ -120,13 +144,14 @@ def _plans(
     cost_of: Callable[[PlanFigures], float | None],
     *,
     joined: bool = False,
-) -> str | None:
+) -> Plot | None:
     """KL of plans, on a logarithmic scale, over their cost; `joined` connects the uniform plans by a line."""
     known = [(plan, cost, plan.kl) for plan in plans if (cost := cost_of(plan)) is not None and plan.kl > 0]
     if len(known) < 2:
         return None
-    x, y = x_axis([cost for _, cost, _ in known]), y_axis([kl for _, _, kl in known], log=True)
-    marks: list[str] = []
+    x = axis_for([cost for _, cost, _ in known], _LEFT, _RIGHT)
+    y = axis_for([kl for _, _, kl in known], _BOTTOM, _TOP, log=True)
+    marks: list[Mark] = []
     shown = []
     for kind, name in _KINDS.items():
         points = sorted((cost, kl, plan.name) for plan, cost, kl in known if plan.kind is kind)
@@ -134,53 +159,46 @@ def _plans(
             continue
         shown.append((kind.value, name))
         if kind in (PlanKind.UNIFORM, PlanKind.NEAREST) and joined:
-            marks.append(path([(x.at(cost), y.at(kl)) for cost, kl, _ in points], kind.value))
+            marks.append(Mark("polyline", kind.value, [(x.at(cost), y.at(kl)) for cost, kl, _ in points]))
         for cost, kl, plan_name in points:
-            tooltip = f"{plan_name}: {cost:.4g} {label.partition(' ')[0]}, KL {kl:.4g}"
-            marks.append(dot(x.at(cost), y.at(kl), 6 if kind is PlanKind.CHOSEN else 4, kind.value, tooltip))
+            tooltip, place = f"{plan_name}: {cost:.4g} {label.partition(' ')[0]}, KL {kl:.4g}", (x.at(cost), y.at(kl))
+            marks.append(Mark("circle", kind.value, [place], tooltip, 6 if kind is PlanKind.CHOSEN else 4))
             if kind is PlanKind.UNIFORM:
-                marks.append(text(x.at(cost) + 6, y.at(kl) - 6, plan_name.removeprefix("int"), "tick"))
-    return plot(title, label, "mean KL, nats", x, y, [*marks, *_legend(shown)])
+                marks.append(Mark("text", "tick", [(place[0] + 6, place[1] - 6)], plan_name.removeprefix("int")))
+    return Plot(title, label, "mean KL, nats", x, y, marks, shown)
 
 
-def _legend(entries: Sequence[tuple[str, str]]) -> list[str]:
-    """CSS class and label of each series, below the title."""
-    parts: list[str] = []
-    x = 62.0
-    for css_class, label in entries:
-        parts += [dot(x, 33, 4, css_class, label), text(x + 8, 37, label, "tick")]
-        x += 24 + _LETTER_WIDTH * len(label)
-    return parts
-
-
-def _passes(report: ModelReport) -> str:
+def _passes(report: ModelReport) -> Plot:
     """Predicted and measured milliseconds of a pass over its width."""
     speed = report.speed
     both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
     series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
-    x = x_axis([float(width) for _, points in series.values() for width, _ in points], zero=True)
-    y = y_axis([ms for _, points in series.values() for _, ms in points], zero=True)
-    marks: list[str] = []
+    x = axis_for([float(width) for _, points in series.values() for width, _ in points], _LEFT, _RIGHT, zero=True)
+    y = axis_for([ms for _, points in series.values() for _, ms in points], _BOTTOM, _TOP, zero=True)
+    marks: list[Mark] = []
     for css_class, (name, points) in reversed(series.items()):
-        marks.append(path([(x.at(width), y.at(ms)) for width, ms in points], css_class))
+        marks.append(Mark("polyline", css_class, [(x.at(width), y.at(ms)) for width, ms in points]))
         for width, ms in points:
-            marks.append(dot(x.at(width), y.at(ms), 4, css_class, f"{name}, {width} tokens: {ms:.4g} ms"))
-    marks += _legend([(css_class, name) for css_class, (name, _) in series.items()])
-    return plot("A pass over several tokens", "tokens in a pass", "milliseconds", x, y, marks)
+            tooltip = f"{name}, {width} tokens: {ms:.4g} ms"
+            marks.append(Mark("circle", css_class, [(x.at(width), y.at(ms))], tooltip))
+    legend = [(css_class, name) for css_class, (name, _) in series.items()]
+    return Plot("A pass over several tokens", "tokens in a pass", "milliseconds", x, y, marks, legend)
 
 
-def _search(report: ModelReport) -> str | None:
+def _search(report: ModelReport) -> Plot | None:
     """KL of the best plan, improvement by improvement."""
     steps = [step for step in report.search if step.kl > 0]
     if len(steps) < 2:
         return None
-    x, y = x_axis([step.generation for step in steps]), y_axis([step.kl for step in steps], log=True)
+    x = axis_for([step.generation for step in steps], _LEFT, _RIGHT)
+    y = axis_for([step.kl for step in steps], _BOTTOM, _TOP, log=True)
     corners: list[tuple[float, float]] = []
     for step in steps:  # a plan stays the best one until another is found
         if corners:
             corners.append((x.at(step.generation), corners[-1][1]))
         corners.append((x.at(step.generation), y.at(step.kl)))
-    return plot("The search", "improvement", "mean KL of the best plan, nats", x, y, [path(corners, "chosen")])
+    marks = [Mark("polyline", "chosen", corners)]
+    return Plot("The search", "improvement", "mean KL of the best plan, nats", x, y, marks)
 
 
 @dataclass(frozen=True)
@@ -230,55 +248,6 @@ def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = F
     if log:
         return Axis(10.0**low, 10.0**high, start, end, log=True)
     return Axis(0.0 if zero else low, high, start, end)
-
-
-def x_axis(values: Sequence[float], *, zero: bool = False) -> Axis:
-    """The horizontal axis; arguments as for `axis_for`."""
-    return axis_for(values, _LEFT, _RIGHT, zero=zero)
-
-
-def y_axis(values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """The vertical axis; arguments as for `axis_for`."""
-    return axis_for(values, _BOTTOM, _TOP, log=log, zero=zero)
-
-
-def plot(title: str, x_label: str, y_label: str, x: Axis, y: Axis, marks: Sequence[str]) -> str:
-    """A whole plot: grid, ticks and labels, then the marks."""
-    parts = [text(_LEFT, 18, title, "title")]
-    for value in y.ticks():
-        parts.append(line(_LEFT, y.at(value), _RIGHT, y.at(value), "grid"))
-        parts.append(text(_LEFT - 8, y.at(value) + 4, short_number(value), "tick end"))
-    for value in x.ticks(8):
-        parts.append(line(x.at(value), _BOTTOM, x.at(value), _BOTTOM + 4, "axis"))
-        parts.append(text(x.at(value), _BOTTOM + 17, short_number(value), "tick middle"))
-    parts.append(line(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "axis"))
-    parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, x_label, "label middle"))
-    rotation = f"translate(13 {(_BOTTOM + _TOP) / 2:.1f}) rotate(-90)"
-    parts.append(f'<text class="label middle" transform="{rotation}">{escape(y_label)}</text>')
-    size, content = f"0 0 {_WIDTH} {_HEIGHT}", "".join([*parts, *marks])
-    return f'<svg viewBox="{size}" role="img" aria-label="{escape(title)}">{content}</svg>'
-
-
-def text(x: float, y: float, content: str, css_class: str) -> str:
-    """Text that begins at a point, or ends or is centred there if its class says so."""
-    return f'<text class="{css_class}" x="{x:.1f}" y="{y:.1f}">{escape(content)}</text>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, css_class: str) -> str:
-    """A straight line."""
-    return f'<line class="{css_class}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def path(points: Sequence[tuple[float, float]], css_class: str) -> str:
-    """A line through points."""
-    coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="line {css_class}" points="{coordinates}"/>'
-
-
-def dot(x: float, y: float, radius: float, css_class: str, tooltip: str) -> str:
-    """A filled circle with a tooltip."""
-    title = f"<title>{escape(tooltip)}</title>"
-    return f'<circle class="dot {css_class}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{title}</circle>'
 
 
 def short_number(value: float) -> str:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from ..calibration.divergence import Divergence
-from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind, Speed
+from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind
 
 _MEGA: Final = 1e6
 _NOTHING: Final = "-"
 """A cell without a value."""
+_Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of a table; `chosen` marks the exported model."""
-
-    cells: tuple[str, ...]
-    chosen: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table as text; without columns it is a list of names and values."""
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[str, ...], ...]
+    chosen: int | None = None
+    """Index of the row of the exported model."""
     text_columns: tuple[str, ...] = ()
     """Columns besides the first that hold text and not numbers."""
     caption: str = ""
@@ -37,8 +30,7 @@ class Table:
     """Whether the rows are hidden until the reader opens them."""
 
 
-@dataclass(frozen=True)
-class Headline:
+class Headline(NamedTuple):
     """A figure that is shown large."""
 
     name: str
@@ -85,8 +77,16 @@ def headlines(report: ModelReport) -> list[Headline]:
 
 def tables_of(report: ModelReport) -> list[Table]:
     """All tables that the report has figures for."""
-    known = [_plans(report), _quality(report), _speed(report.speed), _drafts(report.drafts), _linears(report.linears)]
-    return [*(_without_empty_columns(table) for table in known if table is not None), _conditions(report)]
+    drafts = [_drafts(report)] if report.drafts else []
+    plans = [_plans(report)] if len(report.compared) > 1 else []
+    return [*plans, _quality(report), _speed(report), *drafts, _linears(report.linears), _conditions(report)]
+
+
+def _table(title: str, items: Sequence[_Item], columns: Mapping[str, Callable[[_Item], str]]) -> Table:
+    """A table with a row for each item; columns in which no row has a value are left out."""
+    cells = {name: [cell(item) for item in items] for name, cell in columns.items()}
+    kept = {name: each for name, each in cells.items() if not name or set(each) != {_NOTHING}}
+    return Table(title, tuple(kept), tuple(zip(*kept.values(), strict=True)))
 
 
 def _gain(report: ModelReport) -> tuple[float | None, str]:
@@ -123,52 +123,40 @@ def perplexities(model: float, other: float) -> tuple[str, str]:
     return f"{model:#.{digits}g}", f"{other:#.{digits}g}"
 
 
-def _without_empty_columns(table: Table) -> Table:
-    """The table without columns in which no row has a value."""
-    kept = [
-        number
-        for number in range(len(table.columns))
-        if number == 0 or any(row.cells[number] != _NOTHING for row in table.rows)
-    ]
-    rows = tuple(replace(row, cells=tuple(row.cells[number] for number in kept)) for row in table.rows)
-    return replace(table, columns=tuple(table.columns[number] for number in kept), rows=rows)
-
-
-def _plans(report: ModelReport) -> Table | None:
-    """Plans in ascending size; a column is left out if no plan has its figure."""
-    if len(report.compared) < 2:
-        return None
-    plans = report.compared
+def _plans(report: ModelReport) -> Table:
+    """Plans in ascending size."""
+    plans, own = report.compared, report.chosen.kl
     widths = sorted({width for plan in plans for width in plan.milliseconds})
-    columns: tuple[str, ...] = ("", "bits per weight read", "MB per token", "KL, nats", "KL relative to this model")
-    columns += tuple(f"ms, pass over {width} token{'s' * (width > 1)}" for width in widths)
-    columns += tuple(f"tokens/s at {bandwidth:g} GB/s" for bandwidth in report.bandwidths)
 
-    def cells(plan: PlanFigures) -> tuple[str, ...]:
-        size = (plan.name, f"{plan.bits_per_weight:.2f}", megabytes(plan.bytes_read), f"{plan.kl:#.3g}")
-        relative = plan.kl / report.chosen.kl if report.chosen.kl else None
-        times = (_number(plan.milliseconds.get(width), "#.3g") for width in widths)
-        rates = (f"{plan.memory_bound_rate(bandwidth):.1f}" for bandwidth in report.bandwidths)
-        return (*size, _number(relative, ".3g"), *times, *rates)
+    def milliseconds(width: int) -> Callable[[PlanFigures], str]:
+        return lambda plan: _number(plan.milliseconds.get(width), "#.3g")
 
-    rows = tuple(Row(cells(plan), plan.kind is PlanKind.CHOSEN) for plan in plans)
-    return Table("Quantization plans", columns, rows, caption=_comparisons(report))
+    def rate(bandwidth: float) -> Callable[[PlanFigures], str]:
+        return lambda plan: f"{plan.memory_bound_rate(bandwidth):.1f}"
+
+    columns: dict[str, Callable[[PlanFigures], str]] = {
+        "": lambda plan: plan.name,
+        "bits per weight read": lambda plan: f"{plan.bits_per_weight:.2f}",
+        "MB per token": lambda plan: megabytes(plan.bytes_read),
+        "KL, nats": lambda plan: f"{plan.kl:#.3g}",
+        "KL relative to this model": lambda plan: _number(plan.kl / own if own else None, ".3g"),
+    }
+    columns |= {f"ms, pass over {width} token{'s' * (width > 1)}": milliseconds(width) for width in widths}
+    columns |= {f"tokens/s at {bandwidth:g} GB/s": rate(bandwidth) for bandwidth in report.bandwidths}
+    table = _table("Quantization plans", plans, columns)
+    return table._replace(chosen=plans.index(report.chosen), caption=_comparisons(report))
 
 
 def _comparisons(report: ModelReport) -> str:
     """Gains of the chosen plan, in sentences."""
-    sentences = []
-    if report.against_uniform is not None:
-        sentences.append(
-            f"KL is {_difference(report.against_uniform)} than that of uniform plans at the same bytes, "
-            "interpolated in log KL over bytes."
-        )
-    if report.against_nearest is not None:
-        sentences.append(
-            f"It is {_difference(report.against_nearest)} than that of round-to-nearest at the same bytes."
-        )
-    if report.against_rule is not None:
-        sentences.append(f"It is {_difference(report.against_rule)} than that of a rule-based plan of the same bytes.")
+    compared = {
+        "KL is {} than that of uniform plans at the same bytes, interpolated in log KL over bytes.": (
+            report.against_uniform
+        ),
+        "It is {} than that of round-to-nearest at the same bytes.": report.against_nearest,
+        "It is {} than that of a rule-based plan of the same bytes.": report.against_rule,
+    }
+    sentences = [each.format(_difference(ratio)) for each, ratio in compared.items() if ratio is not None]
     if any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
         sentences.append(
             "In this comparison every linear is quantized independently, in all plans alike; in the model as written, "
@@ -181,94 +169,63 @@ def _comparisons(report: ModelReport) -> str:
 
 def _quality(report: ModelReport) -> Table:
     """Quality with quantized weights alone, and of the graph as it runs."""
-    known = (("quantized weights", report.quality), ("as it runs, with 8-bit activations", report.shipped))
-    rows = tuple(
-        Row(
-            (
-                name,
-                f"{found.mean_kl:#.4g}",
-                f"{found.p99_kl:#.4g}",
-                f"{found.top1_agreement:.2%}",
-                *perplexities(found.perplexity, found.float_perplexity),
-                str(found.tokens),
-            )
-        )
-        for name, found in known
-    )
-    columns = (
-        "",
-        "mean KL, nats",
-        "99th percentile of KL",
-        "top-1 agreement",
-        "perplexity",
-        "perplexity of float32",
-        "tokens",
-    )
-    return Table("Quality on held-out text", columns, rows)
+    known = {"quantized weights": report.quality, "as it runs, with 8-bit activations": report.shipped}
+    columns: dict[str, Callable[[tuple[str, Divergence]], str]] = {
+        "": lambda each: each[0],
+        "mean KL, nats": lambda each: f"{each[1].mean_kl:#.4g}",
+        "99th percentile of KL": lambda each: f"{each[1].p99_kl:#.4g}",
+        "top-1 agreement": lambda each: f"{each[1].top1_agreement:.2%}",
+        "perplexity": lambda each: perplexities(each[1].perplexity, each[1].float_perplexity)[0],
+        "perplexity of float32": lambda each: perplexities(each[1].perplexity, each[1].float_perplexity)[1],
+        "tokens": lambda each: str(each[1].tokens),
+    }
+    return _table("Quality on held-out text", list(known.items()), columns)
 
 
-def _speed(speed: Speed) -> Table:
-    rows = []
-    for width in sorted({*speed.predicted, *speed.measured}):
-        predicted, measured = speed.predicted.get(width), speed.measured.get(width)
-        error = predicted / measured - 1 if predicted is not None and measured is not None else None
-        cells = (str(width), _number(predicted, "#.3g"), _number(measured, "#.3g"), _number(error, "+.1%"))
-        rows.append(Row((*cells, _number(None if measured is None else 1e3 / measured, ".1f"))))
-    columns = ("tokens in a pass", "predicted, ms", "measured, ms", "prediction error", "passes per second")
-    return Table("Speed on this machine", columns, tuple(rows))
+def _speed(report: ModelReport) -> Table:
+    predicted, measured = report.speed.predicted, report.speed.measured
+    columns: dict[str, Callable[[int], str]] = {
+        "tokens in a pass": str,
+        "predicted, ms": lambda width: _number(predicted.get(width), "#.3g"),
+        "measured, ms": lambda width: _number(measured.get(width), "#.3g"),
+        "prediction error": lambda width: _number(
+            predicted[width] / measured[width] - 1 if width in predicted and width in measured else None, "+.1%"
+        ),
+        "passes per second": lambda width: _number(1e3 / measured[width] if width in measured else None, ".1f"),
+    }
+    return _table("Speed on this machine", sorted({*predicted, *measured}), columns)
 
 
-def _drafts(drafts: Sequence[DraftFigures]) -> Table | None:
-    if not drafts:
-        return None
-    columns = (
-        "",
-        "tokens of its head",
-        "their share of the text",
-        "top-1 agreement",
-        "tokens per pass",
-        "tokens/s without it",
-        "tokens/s with it",
-        "speed-up",
-    )
-    rows = []
-    for draft in drafts:
-        benefit = draft.benefit
-        cells = (
-            draft.made_of,
-            "all" if draft.vocabulary_size is None else str(draft.vocabulary_size),
-            _number(draft.coverage, ".2%"),
-            f"{benefit.agreement:.1%}",
-            f"{benefit.tokens_per_pass:.2f}",
-            f"{1 / benefit.plain_seconds:.1f}",
-            f"{1 / benefit.speculative_seconds:.1f}",
-            f"{benefit.plain_seconds / benefit.speculative_seconds:.2f}",
-        )
-        rows.append(Row(cells))
-    return Table("Draft model", columns, tuple(rows))
+def _drafts(report: ModelReport) -> Table:
+    columns: dict[str, Callable[[DraftFigures], str]] = {
+        "": lambda draft: draft.made_of,
+        "tokens of its head": lambda draft: "all" if draft.vocabulary_size is None else str(draft.vocabulary_size),
+        "their share of the text": lambda draft: _number(draft.coverage, ".2%"),
+        "top-1 agreement": lambda draft: f"{draft.benefit.agreement:.1%}",
+        "tokens per pass": lambda draft: f"{draft.benefit.tokens_per_pass:.2f}",
+        "tokens/s without it": lambda draft: f"{1 / draft.benefit.plain_seconds:.1f}",
+        "tokens/s with it": lambda draft: f"{1 / draft.benefit.speculative_seconds:.1f}",
+        "speed-up": lambda draft: f"{draft.benefit.plain_seconds / draft.benefit.speculative_seconds:.2f}",
+    }
+    return _table("Draft model", report.drafts, columns)
 
 
 def _linears(linears: Sequence[LinearFigures]) -> Table:
-    timed = any(linear.milliseconds is not None for linear in linears)
-    measured = any(linear.kl_alone is not None for linear in linears)
-    columns: tuple[str, ...] = ("", "format", "method", "outputs", "inputs", "MB", "bits per weight read")
-    columns += ("ms",) * timed + ("KL alone, nats",) * measured
-
-    def cells(linear: LinearFigures) -> tuple[str, ...]:
-        weight_format = linear.weight_format
-        method = _NOTHING if weight_format.method is None else weight_format.method.value
-        shape = (str(linear.rows), str(linear.columns), megabytes(linear.bytes_read), f"{linear.bits_per_weight:.2f}")
-        found = (_number(linear.milliseconds, ".3f"),) * timed + (_number(linear.kl_alone, "#.3g"),) * measured
-        return (linear.name, str(weight_format), method, *shape, *found)
-
-    return Table(
-        "Linears",
-        columns,
-        tuple(Row(cells(linear)) for linear in linears),
-        text_columns=("format", "method"),
-        caption="KL alone is the KL of the model with only that linear quantized." if measured else "",
-        collapsed=True,
-    )
+    columns: dict[str, Callable[[LinearFigures], str]] = {
+        "": lambda linear: linear.name,
+        "format": lambda linear: str(linear.weight_format),
+        "method": lambda linear: _number(linear.weight_format.method, ""),
+        "outputs": lambda linear: str(linear.rows),
+        "inputs": lambda linear: str(linear.columns),
+        "MB": lambda linear: megabytes(linear.bytes_read),
+        "bits per weight read": lambda linear: f"{linear.bits_per_weight:.2f}",
+        "ms": lambda linear: _number(linear.milliseconds, ".3f"),
+        "KL alone, nats": lambda linear: _number(linear.kl_alone, "#.3g"),
+    }
+    table = _table("Linears", linears, columns)
+    caption = "KL alone is the KL of the model with only that linear quantized."
+    measured = "KL alone, nats" in table.columns
+    return table._replace(text_columns=("format", "method"), caption=caption if measured else "", collapsed=True)
 
 
 def _conditions(report: ModelReport) -> Table:
@@ -285,7 +242,7 @@ def _conditions(report: ModelReport) -> Table:
         "duration of the export": f"{report.seconds:.1f} s",
         **report.machine,
     }
-    return Table("Conditions", (), tuple(Row((name, value)) for name, value in facts.items() if value))
+    return Table("Conditions", (), tuple(each for each in facts.items() if each[1]))
 
 
 def megabytes(size: int) -> str:
@@ -302,5 +259,5 @@ def _tone(good: bool) -> str:
     return "good" if good else "bad"
 
 
-def _number(value: float | None, spec: str) -> str:
+def _number(value: float | str | None, spec: str) -> str:
     return _NOTHING if value is None else format(value, spec)

@@ -43,7 +43,7 @@ class RecordedPasses:
     def record(self, bundle: Path, capacity: int, tokens: list[int]) -> None:
         """Run a prefill, two passes of widths 4 and 1, and a tree of 4 of a bundle's graphs of widths 40, 4 and 1."""
         paths = {width: bundle / f"model_npu_w{width}_c{capacity}.onnx" for width in (40, 4, 1)}
-        graphs = {width: StaticContractSession.on_cpu(path) for width, path in paths.items()}
+        graphs = {width: StaticContractSession(path) for width, path in paths.items()}
         cache, length = graphs[1].empty_cache(), 0
         for width, count in ((40, 18), (4, 4), (1, 1), (4, 3), (1, 1)):
             part = tokens[length : length + count]

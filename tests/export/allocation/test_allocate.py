@@ -30,7 +30,7 @@ from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.quantization.methods import DEFAULT_METHODS
 from edgerun.export.report.compared_plans import uniform_plan
-from edgerun.models.manifest import WeightFormat
+from edgerun.models.manifest import Method, WeightFormat
 from support.tiny_models import write_checkpoint
 
 
@@ -48,30 +48,23 @@ def refused(*_: object) -> float:
     raise AssertionError("measured again")
 
 
-class TestSensitivities:
-    def test_each_is_measured_once(self, tmp_path: Path, config: DecoderConfig) -> None:
-        linears, measured = list(planned_linears(config))[:2], []
+def test_each_sensitivity_is_measured_once(tmp_path: Path, config: DecoderConfig) -> None:
+    """Also that of a format with another method, which compares equal."""
+    linears, measured = list(planned_linears(config))[:2], []
+    formats = [*FORMATS, replace(FORMATS[0], method=Method.RTN)]
 
-        def alone(linear: str, weight_format: WeightFormat) -> float:
-            measured.append((linear, weight_format))
-            if len(measured) == 4:
-                raise KeyboardInterrupt
-            return len(measured) / 8
+    def alone(linear: str, weight_format: WeightFormat) -> float:
+        measured.append((linear, weight_format))
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        return len(measured) / 8
 
-        with pytest.raises(KeyboardInterrupt):
-            measure_sensitivities(linears, FORMATS, alone, tmp_path / "sensitivities.json")
-        found = measure_sensitivities(linears, FORMATS, alone, tmp_path / "sensitivities.json")
-        assert len(measured) == 2 * len(FORMATS) + 1
-        assert [each.divergence for each in found[linears[0].name]] == [1 / 8, 2 / 8, 3 / 8]
-        assert [each.weight_format for each in found[linears[1].name]] == list(FORMATS)
-
-    def test_methods_of_one_format_are_distinguished(self, tmp_path: Path, config: DecoderConfig) -> None:
-        candidates = format_candidates(DEFAULT_METHODS)
-        formats = [version for each in candidates for version in (each, replace(each, method=None))]
-        linear = next(planned_linears(config))
-        file = tmp_path / "sensitivities.json"
-        found = measure_sensitivities([linear], formats, lambda _, each: 1.0 if each.method else 2.0, file)
-        assert [each.divergence for each in found[linear.name]] == [1.0, 2.0] * len(BASE_FORMATS)
+    with pytest.raises(KeyboardInterrupt):
+        measure_sensitivities(linears, formats, alone, tmp_path / "sensitivities.json")
+    found = measure_sensitivities(linears, formats, alone, tmp_path / "sensitivities.json")
+    assert len(measured) == 2 * len(formats) + 1
+    assert [each.divergence for each in found[linears[0].name]] == [1 / 8, 2 / 8, 3 / 8, 5 / 8]
+    assert [each.weight_format for each in found[linears[1].name]] == formats
 
 
 class TestAllocation:

@@ -54,15 +54,6 @@ def toy_problem(seed: int, share: float = 0.4, linears: int = LINEARS) -> Knapsa
     return KnapsackProblem(choices, cheapest + share * (dearest - cheapest))
 
 
-def additive_divergence(choices: tuple[LinearChoice, ...]) -> Divergence:
-    """The sum of the divergences of the linears alone."""
-
-    def divergence(plan: Mapping[str, WeightFormat]) -> float:
-        return sum(_alone(choice, plan) for choice in choices)
-
-    return divergence
-
-
 def toy_divergence(choices: tuple[LinearChoice, ...], seed: int) -> Divergence:
     """A divergence that does not add up: neighbours in few bits make each other worse, or better."""
     interaction = np.random.default_rng(seed + 1).uniform(-0.6, 1.5, len(choices))
@@ -98,9 +89,12 @@ class TestLagrangianSelection:
     @pytest.mark.parametrize("seed", range(5))
     def test_is_near_the_best_where_divergences_add_up(self, seed: int) -> None:
         problem = toy_problem(seed, linears=7)
-        divergence = additive_divergence(problem.choices)
-        found = divergence(plan_of(problem.choices, lagrangian_selection(problem)))
-        assert found <= 1.6 * smallest_divergence(problem, divergence)
+
+        def additive(plan: Mapping[str, WeightFormat]) -> float:
+            return sum(_alone(choice, plan) for choice in problem.choices)
+
+        found = additive(plan_of(problem.choices, lagrangian_selection(problem)))
+        assert found <= 1.6 * smallest_divergence(problem, additive)
 
     def test_one_large_linear_may_take_most_of_the_budget(self) -> None:
         """Its dearest option fits with the cheapest of the others, which no single multiplier finds."""

@@ -20,7 +20,7 @@ from edgerun.export.calibration.text_batches import Batch, pack_texts
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.layout import embedding_layout, fused_linears
+from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from support.tiny_models import ATTENTION_FAMILIES, GRANITE_EXPERTS, exported, source_model
 
@@ -266,16 +266,6 @@ def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> 
     assert found == set(range(len(texts)))
 
 
-def test_a_layer_uses_the_given_matrices(tmp_path) -> None:
-    runner = runner_of(tmp_path)
-    (batch,) = pack_texts(texts_of(20))
-    hidden = runner.embed(batch)
-    without = run_layer(runner, 1, hidden, batch, lambda linear: np.zeros(linear.shape, np.float32))
-    np.testing.assert_array_equal(without, hidden)
-    doubled = runner.embed(batch, 2 * runner.matrix(embedding_layout(runner.config)))
-    np.testing.assert_allclose(doubled, 2 * hidden, rtol=1e-6)
-
-
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gemma2", "lfm2", "qwen3_5_text", "granitemoehybrid"])
 def test_captured_inputs_give_the_outputs(tmp_path, family: str) -> None:
     """The output of a half layer is its last linear applied to the captured inputs."""
@@ -322,13 +312,3 @@ def test_batches_hold_every_text_once(texts, slots: int) -> None:
     assert [found[number] for number in range(len(texts))] == texts
     assert len(counted) == len(set(counted))
     assert set(counted) == prefixes
-
-
-def test_a_token_attends_to_its_own_text_within_the_window() -> None:
-    (batch,) = pack_texts([np.arange(4), np.arange(5, 8), np.arange(9)], slots=18)
-    attended = batch.bias(3)[:, 0] == 0
-    for row in range(2):
-        for query, key in np.ndindex(attended.shape[1:]):
-            same = batch.texts[row, query] == batch.texts[row, key]
-            age = batch.positions[row, query] - batch.positions[row, key]
-            assert attended[row, query, key] == (query == key or (same and 0 <= age < 3))

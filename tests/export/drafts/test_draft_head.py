@@ -17,7 +17,6 @@ import edgerun
 from edgerun import BundleError, EdgeError, ExportError
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import HeadOutputs
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts import draft_head
@@ -56,17 +55,8 @@ def run_graph(bundle: Path, checkpoint: Path, head: Path) -> HeadOutputs:
     """Logits and states of the exported head: one pass with features, then one for each further token."""
     config = open_eagle_head(head, read_config(checkpoint)).config
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
-    session = ContractSession(bundle, len(TOKENS), graph, extra_outputs=("next_states",))
-    features, state = features_of(head), np.empty((0, config.hidden_size), np.float32)
-    logits, states = [], []
-    for start, stop in ((0, GIVEN), *((index, index + 1) for index in range(GIVEN, len(TOKENS)))):
-        positions = np.arange(start, stop)
-        bias = np.where(np.arange(stop) <= positions[:, None], np.float32(0), np.float32(-1e9))
-        feeds = {"draft_features": features[start:stop], "draft_states": state}
-        logits.append(session.run(TOKENS[start:stop], positions, bias, np.arange(stop - start), feeds))
-        session.length = stop
-        states.append(session.extra[0])
-        state = session.extra[0][-1:]
+    passes = draft_head.head_passes(bundle, graph, TOKENS, features_of(head), config.hidden_size)
+    logits, states, _ = zip(*passes, strict=True)
     return HeadOutputs(np.concatenate(logits), np.concatenate(states))
 
 
@@ -137,14 +127,14 @@ def test_outputs_equal_those_of_torch(checkpoint: Path, tmp_path: Path, variant:
     np.testing.assert_allclose(found.states, expected.states, atol=2e-4)
 
 
-def rewritten(head: Path, rename: Callable[[str], str], **more: npt.NDArray[Any]) -> Path:
-    """The head with tensors of other names and with more tensors."""
-    tensors = {rename(name): value for name, value in load_file(head / "model.safetensors").items()}
-    write_weights(head, {**tensors, **more})
+def rewritten(head: Path, rename: Callable[[str], str], **more: npt.NDArray[Any] | None) -> Path:
+    """The head with tensors of other names, with more tensors, and without those that are None."""
+    tensors = {**{rename(name): value for name, value in load_file(head / "model.safetensors").items()}, **more}
+    write_weights(head, {name: value for name, value in tensors.items() if value is not None})
     return head
 
 
-def test_a_head_may_have_an_embedding_and_layers_of_its_own_choice(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_head_may_have_an_embedding_and_layers_of_its_own_choice_and_name(checkpoint: Path, tmp_path: Path) -> None:
     settings = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}}
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET), **settings)
     own = np.random.default_rng(1).standard_normal((300, 64)).astype(np.float32)
@@ -153,17 +143,11 @@ def test_a_head_may_have_an_embedding_and_layers_of_its_own_choice(checkpoint: P
     assert opened.has_embedding
     assert opened.features.layers == (1, 3, 5)
     assert feature_layers(32) == (2, 16, 29)
-    bundle = export(checkpoint, head, tmp_path / "bundle")
-    found, expected = run_graph(bundle, checkpoint, head), run_torch(checkpoint, head)
-    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
-
-
-def test_the_layer_may_be_called_otherwise(checkpoint: Path, tmp_path: Path) -> None:
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    first = run_graph(export(checkpoint, head, tmp_path / "first"), checkpoint, head)
+    found = run_graph(export(checkpoint, head, tmp_path / "bundle"), checkpoint, head)
+    np.testing.assert_allclose(found.logits, run_torch(checkpoint, head).logits, atol=2e-4)
     rewritten(head, lambda name: name.replace("midlayer.", "layers.0."))
-    second = run_graph(export(checkpoint, head, tmp_path / "second"), checkpoint, head)
-    np.testing.assert_array_equal(first.logits, second.logits)
+    renamed = run_graph(export(checkpoint, head, tmp_path / "renamed"), checkpoint, head)
+    np.testing.assert_array_equal(found.logits, renamed.logits)
 
 
 @pytest.mark.parametrize("weight_format", [INT4, INT8, WeightFormat(4, 64, half_scales=True)], ids=str)
@@ -198,58 +182,39 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocab_size": 280}, "made for a vocabulary of 280 tokens, and the model has 300"),
     "target's size": ({"target_hidden_size": 128}, "made for a hidden size of 128, and the model has 64"),
     "layers": ({"num_hidden_layers": 2}, "has 2 layers; only EAGLE-3 heads of one layer"),
-    "layer list": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
-        "eagle_aux_hidden_state_layer_ids must be a list of three layers",
-    ),
-    "layer out of range": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-        "reads the inputs of layers 2, 4, 6, but the model has 6",
-    ),
+    **{
+        name: ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}, message)
+        for name, layers, message in (
+            ("layer list", [1, 2], "eagle_aux_hidden_state_layer_ids must be a list of three layers"),
+            ("layer out of range", [1, 3, 5], "reads the inputs of layers 2, 4, 6, but the model has 6"),
+        )
+    },
     "variant": ({"norm_before_residual": True}, r"variant of EAGLE-3 that is not supported \(norm_before_residual\)"),
     "last state alone": (
         {"eagle_config": {"use_aux_hidden_state": False}},
         r"not supported \(use_aux_hidden_state false\)",
     ),
     "architecture": ({"architectures": ["Eagle3Speculator"]}, "draft head of the architecture"),
+    **{
+        name: ({"tensors": {name: None}}, f"lacks the tensor {name}")
+        for name in ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t")
+    },
+    "tokens twice": ({"tensors": {"d2t": -np.arange(200)}}, "d2t does not map 200 tokens to as many of 300"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [*REFUSED, "pickled"])
 def test_heads_that_do_not_fit_are_refused_in_one_line(checkpoint: Path, tmp_path: Path, case: str) -> None:
-    settings, message = REFUSED[case]
+    settings, message = REFUSED.get(case, ({}, "only contains pickled weights"))
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
     config = json.loads((head / "config.json").read_text(encoding="utf-8"))
-    write_json(head / "config.json", {**config, **settings})
+    rewritten(head, lambda name: name, **settings.get("tensors", {}))
+    write_json(head / "config.json", {**config, **settings} if "tensors" not in settings else config)
+    if case == "pickled":
+        (head / "model.safetensors").rename(head / "pytorch_model.bin")
     with pytest.raises(EdgeError, match=message) as raised:
         export(checkpoint, head, tmp_path / "bundle")
     assert "\n" not in str(raised.value)
-
-
-TENSORS: dict[str, tuple[dict[str, Any], str]] = {
-    **{
-        name: ({name: None}, f"lacks the tensor {name}")
-        for name in ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t")
-    },
-    "tokens twice": ({"d2t": -np.arange(200)}, "d2t does not map 200 tokens to as many of 300"),
-}
-
-
-@pytest.mark.parametrize("case", TENSORS)
-def test_missing_and_wrong_tensors_are_named(checkpoint: Path, tmp_path: Path, case: str) -> None:
-    changed, message = TENSORS[case]
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    tensors = {**load_file(head / "model.safetensors"), **changed}
-    write_weights(head, {name: value for name, value in tensors.items() if value is not None})
-    with pytest.raises(EdgeError, match=message):
-        export(checkpoint, head, tmp_path / "bundle")
-
-
-def test_pickled_heads_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    (head / "model.safetensors").rename(head / "pytorch_model.bin")
-    with pytest.raises(EdgeError, match="only contains pickled weights"):
-        export(checkpoint, head, tmp_path / "bundle")
 
 
 def test_a_head_alone_or_of_another_model_is_refused_when_it_is_loaded(checkpoint: Path, tmp_path: Path) -> None:

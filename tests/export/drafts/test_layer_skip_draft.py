@@ -17,7 +17,7 @@ from edgerun.export import INT4
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.drafts.head_size import TARGET_WIDTHS, tokens_per_second
-from edgerun.export.drafts.layer_skip_draft import SkipSearch, adopt_layer_skip_draft, step_seconds
+from edgerun.export.drafts.layer_skip_draft import adopt_layer_skip_draft, search_skips, step_seconds
 from edgerun.export.drafts.skipped_layers import (
     SkipAgreement,
     SubLayer,
@@ -137,7 +137,7 @@ class Toy:
         return float(np.prod([self.shares[part] for part in skipped]) * pair)
 
     def search(self, **settings: float) -> frozenset[SubLayer]:
-        return SkipSearch(self.agreement, TARGET, self.saved, **settings).best()
+        return search_skips(self.agreement, TARGET, self.saved, **settings)
 
     def speed(self, skipped: Collection[SubLayer]) -> float:
         return tokens_per_second(self.agreement(skipped), step_seconds(TARGET, self.saved, skipped), TARGET)

@@ -219,14 +219,6 @@ def test_options_that_cannot_be_used(source: Path, tmp_path: Path, arguments, me
     assert not (tmp_path / "bundle").exists()
 
 
-def test_a_bundle_without_the_map_still_opens(bundle: Path) -> None:
-    """Bundles of earlier versions have a module with all tokens and no map."""
-    draft = json.loads((bundle / "edge.json").read_text(encoding="utf-8"))["draft"]
-    assert "d2t" not in draft
-    with edgerun.load(bundle, threads=1, cache=False) as engine:
-        assert engine.model.drafters.draft_model() is not None
-
-
 def test_a_map_that_does_not_fit_the_lm_head_is_refused(bundle: Path) -> None:
     trim_own_draft(bundle, np.arange(40))
     np.save(bundle / "d2t.npy", np.arange(39))

@@ -13,10 +13,10 @@ import onnx
 import pytest
 
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
-from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.head_reference import reference_mtp
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.drafts.draft_head import head_passes
 from edgerun.export.drafts.mtp_draft import open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
@@ -97,13 +97,7 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
-    session = ContractSession(bundle, COUNT, graph, extra_outputs=("next_states",))
-    state = np.empty((0, architecture.hidden_size), np.float32)
-    for start, stop in ((0, GIVEN), *((index, index + 1) for index in range(GIVEN, COUNT))):
-        bias = np.where(np.arange(stop) <= np.arange(start, stop)[:, None], np.float32(0), np.float32(-1e9))
-        feeds = {"draft_features": features[start:stop].astype(np.float32), "draft_states": state}
-        rows = np.arange(stop - start)
-        found = session.run(tokens[start + 1 : stop + 1], np.arange(start, stop), bias, rows, feeds)
-        np.testing.assert_allclose(found, logits[start:stop], atol=2e-4)
-        np.testing.assert_allclose(session.extra[0], states[start:stop], atol=2e-4)
-        session.length, state = stop, session.extra[0][-1:]
+    given = features[:GIVEN].astype(np.float32)
+    for found, state, place in head_passes(bundle, graph, tokens[1:], given, architecture.hidden_size):
+        np.testing.assert_allclose(found, logits[place], atol=2e-4)
+        np.testing.assert_allclose(state, states[place], atol=2e-4)

@@ -139,6 +139,8 @@ def folder(tmp_path: Path) -> Path:
         ("qwen2", WeightFormat(4, 128), {}),
         ("gemma2", WeightFormat(4, 32), {}),
         ("granite", FP32, {"tie_word_embeddings": False}),
+        ("llama", WeightFormat(4, 32, half_scales=True), {}),
+        ("llama", WeightFormat(4, 32, half_scales=True), {"tie_word_embeddings": False}),
     ],
     ids=str,
 )
@@ -152,6 +154,9 @@ def test_kept_logits_are_those_of_the_whole_head(
     assert found.shape == (TOKENS.size, kept.size)
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(expected.std())))
     np.testing.assert_array_equal(np.load(tmp_path / "trimmed" / "d2t.npy"), kept)
+    graph = onnx.load(tmp_path / "trimmed" / "model.onnx", load_external_data=False).graph
+    scales = [each.data_type for each in graph.initializer if each.name == "head.scales.kept"]
+    assert (onnx.TensorProto.FLOAT16 in scales) == weight_format.half_scales
 
 
 @pytest.mark.nightly

@@ -68,7 +68,7 @@ class Exported:
         self._recipe = recipe
 
     def graph(self, width: int) -> StaticContractSession:
-        return StaticContractSession.on_cpu(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
+        return StaticContractSession(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
 
     def reference(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
         """Logits of every token, [n, vocabulary]."""

@@ -99,11 +99,13 @@ def test_unused_and_duplicate_inputs() -> None:
 
 @pytest.mark.parametrize("moments", [np.eye(31), np.full((32, 32), np.nan), np.ones((32, 1))])
 def test_invalid_moments(moments) -> None:
-    even = np.ones(32, np.float32)
-    with pytest.raises(InputError, match="second moments of 32 inputs must be 32 x 32 finite numbers"):
-        gptq_rows(
-            np.ones((1, 32), np.float32), WeightFormat(4, 32), InputStatistics(even, even, moments.astype(np.float32))
-        )
+    even, weights = np.ones(32, np.float32), np.ones((1, 32), np.float32)
+    inputs = InputStatistics(even, even, moments.astype(np.float32))
+    message = "second moments of 32 inputs must be 32 x 32 finite numbers"
+    with pytest.raises(InputError, match=message):
+        gptq_rows(weights, WeightFormat(4, 32), inputs)
+    with pytest.raises(InputError, match=message):
+        low_rank_correction(weights, inputs, 1)
 
 
 def by_decomposition(errors, inputs: InputStatistics, rank: int):
@@ -142,7 +144,7 @@ def test_errors_of_low_rank_are_corrected_completely() -> None:
 
 
 @pytest.mark.parametrize("rows", [24, 100])
-def test_moments_of_fewer_tokens_than_inputs(rows: int) -> None:
+def test_moments_of_fewer_tokens_than_inputs_and_unknown_ones(rows: int) -> None:
     inputs, errors = correlated_inputs(0, 64, tokens=8), random_rows(rows, rows, 64)
     moment = inputs.second_moment.copy()
     moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # like float32 rounding errors
@@ -150,17 +152,9 @@ def test_moments_of_fewer_tokens_than_inputs(rows: int) -> None:
     down, up = low_rank_correction(errors, few, 8)
     assert np.isfinite(up).all()
     assert output_error(errors - up @ down, inputs) < 1e-4 * output_error(errors, inputs)
-
-
-def test_without_second_moments_inputs_count_as_uncorrelated() -> None:
-    errors, inputs = random_rows(0, 30, 40), correlated_inputs(0, 40)
-    diagonal_only = InputStatistics(inputs.mean_square, inputs.mean_magnitude)
-    uncorrelated = InputStatistics(inputs.mean_square, inputs.mean_magnitude, np.diag(inputs.mean_square))
-    np.testing.assert_array_equal(
-        low_rank_correction(errors, diagonal_only, 4)[0], low_rank_correction(errors, uncorrelated, 4)[0]
+    # Without second moments inputs count as uncorrelated.
+    square, magnitude = inputs.mean_square, inputs.mean_magnitude
+    diagonal, uncorrelated = (
+        low_rank_correction(errors, InputStatistics(square, magnitude, known), 4) for known in (None, np.diag(square))
     )
-
-
-def test_moments_of_another_shape() -> None:
-    with pytest.raises(InputError, match="second moments of 40 inputs"):
-        low_rank_correction(random_rows(0, 30, 40), correlated_inputs(0, 32), 2)
+    np.testing.assert_array_equal(diagonal[0], uncorrelated[0])
