@@ -96,11 +96,10 @@ class LogitComparison:
             following: Next tokens of the text, int64 [R]; -1 for none.
         """
         feeds = {"logits": logits, "following": np.maximum(following, 0)[:, None]}
-        if self._full:
-            log_probs, best, next_ = self._reference.run(["log_probs", "best", "next"], feeds)
-            return ReferenceLogits(owned(log_probs), None, owned(best), _nll(next_, following))
-        top, tokens, best, next_ = self._reference.run(["top", "tokens", "best", "next"], feeds)
-        return ReferenceLogits(owned(top), tokens.astype(np.int32), owned(best), _nll(next_, following))
+        outputs = ["log_probs"] if self._full else ["top", "tokens"]
+        log_probs, *tokens, best, next_ = self._reference.run([*outputs, "best", "next"], feeds)
+        ids = tokens[0].astype(np.int32) if tokens else None
+        return ReferenceLogits(owned(log_probs), ids, owned(best), _nll(next_, following))
 
     def compare(
         self, logits: Float32Array, following: npt.NDArray[np.int64], reference: ReferenceLogits

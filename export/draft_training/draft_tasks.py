@@ -96,8 +96,8 @@ def total_variation(logprobs: Tensor, labels: Labels) -> Tensor:
     return -(probs * (reward - mean) / deviation * logprobs).sum(-1).mean()
 
 
-_Compared = Callable[[Sequence[Example], torch.device], tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]]
-"""Compares a draft with the n tokens of some answers, one after the other. Returns whether a chain has token i as its
+_Matches = tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]
+"""Comparison of a draft with the n tokens of some answers, one after the other: whether a chain has token i as its
 token number `depth`, if all its tokens before are right, [depth, n]; and the sum over tokens of min(p, q), the
 probability that a sampled token is accepted at position i, [n]."""
 
@@ -108,7 +108,7 @@ def chain_passes(matches: npt.NDArray[np.bool_]) -> int:
     Each pass gives the accepted tokens of a chain and one more, which the target chooses.
 
     Args:
-        matches: see `_Compared`; chains have as many tokens as it has rows.
+        matches: see `_Matches`; chains have as many tokens as it has rows.
     """
     depths, length = matches.shape
     place, passes = 1, 0
@@ -142,7 +142,9 @@ def model_loss(model: CausalLM, kind: LossKind, hard: float = 0.0) -> Callable[[
 
 
 @torch.no_grad()
-def _acceptance(draft: nn.Module, examples: Sequence[Example], compared: _Compared) -> dict[str, float]:
+def _acceptance(
+    draft: nn.Module, examples: Sequence[Example], compared: Callable[[Sequence[Example], torch.device], _Matches]
+) -> dict[str, float]:
     """Figures of a draft on the target's greedy answers; the first token of each is given by the prompt's pass.
 
     Returns:
@@ -180,9 +182,7 @@ def model_acceptance(model: CausalLM, examples: Sequence[Example], pad: int) -> 
     As long as a chain is right, its tokens are the answer's, so one pass over an answer tells all chains.
     """
 
-    def compared(
-        chosen: Sequence[Example], device: torch.device
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    def compared(chosen: Sequence[Example], device: torch.device) -> _Matches:
         batch = collate(chosen, pad).to(device)
         matches, expected = compare(model.head(model.hidden(batch.ids)[batch.predicts]), labels_of(batch))
         return np.tile(matches, (CHAIN, 1)), expected
@@ -190,7 +190,7 @@ def model_acceptance(model: CausalLM, examples: Sequence[Example], pad: int) -> 
     return _acceptance(model, examples, compared)
 
 
-def compare(logits: Tensor, labels: Labels) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+def compare(logits: Tensor, labels: Labels) -> _Matches:
     """Compare logits [N, V] with labels: whether the likeliest token is the target's [N], and sums of min(p, q) [N]."""
     probs = logits.float().softmax(-1).gather(1, labels.top_ids)
     expected = torch.minimum(probs, labels.top_probs.to(probs.dtype)).sum(-1)
@@ -265,9 +265,7 @@ def head_acceptance(
     As long as a chain is right, it reads the tokens of the answer, so that chains from all indices run at once.
     """
 
-    def compared(
-        chosen: Sequence[Example], device: torch.device
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    def compared(chosen: Sequence[Example], device: torch.device) -> _Matches:
         batch = with_states(chosen, source, pad).to(device)
         labels = head_labels(head, batch.batch)
         matches, expected = np.zeros((CHAIN, len(labels.tokens)), np.bool_), np.zeros(len(labels.tokens))

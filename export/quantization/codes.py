@@ -81,7 +81,9 @@ def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[
         Scales, float32 [...]; and zero points, integers in float32 [...], or None where the format has none.
     """
     if weight_format.zero_points:
-        scales = _steps(grouped, (1 << weight_format.bits) - 1)
+        inverse = np.float32(1 / ((1 << weight_format.bits) - 1))
+        scales = np.maximum(grouped.max(axis=-1), 0) * inverse - np.minimum(grouped.min(axis=-1), 0) * inverse
+        scales[scales < _NEGLIGIBLE] = 0
     else:
         scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
     if weight_format.half_scales:
@@ -99,14 +101,6 @@ def half_precision(scales: Float32Array) -> Float32Array:
     if largest > np.finfo(np.float16).max:
         raise InputError(f"a scale of {largest:.3g} is beyond the range of float16", "leave --half-scales out")
     return scales.astype(np.float16).astype(np.float32)
-
-
-def _steps(grouped: Float32Array, steps: int) -> Float32Array:
-    """Step size that divides the range of the last axis, 0 included, into that many steps; 0 where negligible."""
-    inverse = np.float32(1 / steps)
-    size: Float32Array = np.maximum(grouped.max(axis=-1), 0) * inverse - np.minimum(grouped.min(axis=-1), 0) * inverse
-    size[size < _NEGLIGIBLE] = 0
-    return size
 
 
 def centered_zeros(grouped: Float32Array, scales: Float32Array, bits: int) -> Float32Array:

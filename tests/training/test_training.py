@@ -265,7 +265,7 @@ def test_saved_folder_has_the_hugging_face_layout(codec: ChatCodec, tmp_path: Pa
         assert torch.equal(parameter, dict(model.named_parameters())[name].to(torch.bfloat16).float())
 
 
-def test_chat_template_matches_the_codec(codec: ChatCodec) -> None:
+def test_chat_template_matches_the_codec_which_loses_no_text(codec: ChatCodec) -> None:
     jinja2 = pytest.importorskip("jinja2")
     template = jinja2.Template(CHAT_TEMPLATE.rstrip("\n"))
     messages = [{"role": "user", "content": "list the file"}]
@@ -275,6 +275,9 @@ def test_chat_template_matches_the_codec(codec: ChatCodec) -> None:
     messages.append({"role": "assistant", "content": "ls <path/to/file>"})
     ids, _ = codec.encode_chats([[Turn("list the file", "ls <path/to/file>")]])[0]
     assert codec.tokenizer.encode(template.render(messages=messages)).ids == ids
+    assert [codec.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
+    text = "find . -name '*.ünï' | wc -l\t# 数"
+    assert codec.decode(codec.tokenizer.encode(text).ids) == text
 
 
 def test_batches_are_decoded_like_single_texts(codec: ChatCodec) -> None:
@@ -310,12 +313,6 @@ def test_scores_of_answers() -> None:
     scored = compare(pairs, answers)
     assert (scored.count, scored.exact, scored.first_word) == (4, 0.5, 0.75)
     assert set(by_group(pairs, answers)) == {"all", "first_150", "tldr-pages"}
-
-
-def test_tokenizer_encodes_any_text_without_loss(codec: ChatCodec) -> None:
-    assert [codec.tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
-    text = "find . -name '*.ünï' | wc -l\t# 数"
-    assert codec.decode(codec.tokenizer.encode(text).ids) == text
 
 
 def test_importing_the_package_does_not_import_training_or_torch() -> None:

@@ -123,29 +123,22 @@ class TestLocalSearch:
         start = cheapest_selection(problem)
         assert local_search(problem, start, measured(problem, toy_divergence(problem.choices, 1)), -1) == [start]
 
-    def test_lowers_an_option_that_gains_nothing(self) -> None:
-        """The gain of a linear alone may vanish when the others are quantized, too."""
-        problem = KnapsackProblem(toy_choices(2), math.inf)
-
-        def without_first(plan: Mapping[str, WeightFormat]) -> float:
-            return sum(1 / each.bits for linear, each in plan.items() if linear != problem.choices[0].linear)
-
-        divergence = measured(problem, without_first)
-        selection = local_search(problem, (2,) * LINEARS, divergence, 60)[-1]
-        assert selection == (0, *(2,) * (LINEARS - 1))
-        assert lower_useless_options(problem.choices, (2,) * LINEARS, divergence, divergence) == selection
-
-    def test_takes_the_cheapest_of_formats_without_loss(self) -> None:
-        """A checkpoint trained for few bits."""
-        problem = KnapsackProblem(toy_choices(2), math.inf)
-
-        def lossless_from_4_bits(plan: Mapping[str, WeightFormat]) -> float:
-            return sum(0.0 if each.bits > 2 else 0.01 for each in plan.values())
-
-        divergence = measured(problem, lossless_from_4_bits)
-        improved = local_search(problem, (len(FORMATS) - 1,) * LINEARS, divergence, 60)[-1]
-        selection = lower_useless_options(problem.choices, improved, divergence, divergence)
-        assert selection == (FORMATS.index(WeightFormat(4, 64)),) * LINEARS
+    @pytest.mark.parametrize(
+        ("alone", "expected"),
+        [
+            # The gain of a linear alone may vanish when the others are quantized, too.
+            (lambda number, bits: number and 1 / bits, (0, *(2,) * (LINEARS - 1))),
+            # A checkpoint trained for few bits.
+            (lambda number, bits: 0.01 * (bits == 2), (1,) * LINEARS),
+        ],
+    )
+    def test_lowers_options_that_gain_nothing(self, alone, expected: Selection) -> None:
+        problem, dearest = KnapsackProblem(toy_choices(2), math.inf), (2,) * LINEARS
+        divergence = measured(
+            problem, lambda plan: sum(alone(number, each.bits) for number, each in enumerate(plan.values()))
+        )
+        for start in (dearest, local_search(problem, dearest, divergence, 60)[-1]):
+            assert lower_useless_options(problem.choices, start, divergence, divergence) == expected
 
 
 def measured(problem: KnapsackProblem, divergence: Divergence) -> Callable[[Selection], float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgerun.export import FP32, Method, WeightFormat
+from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.awq import AwqSource, apply_awq, scaled_statistics
@@ -139,30 +139,19 @@ def test_even_inputs_are_left_alone(tmp_path) -> None:
         assert (statistics(linear.name).mean_square == 1).all()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_methods_get_the_statistics_of_the_linear(tmp_path, tied: bool) -> None:
-    source = Checkpoint(write_checkpoint(tmp_path / "model", tie_word_embeddings=tied))
-    config = read_config(source.folder)
-    statistics = UnevenInputs(config).of
-    calibrated = QuantizedLinearStore(source, config, tmp_path / "linears", statistics)
-    for linear in fused_linears(config):
-        for name in linear.weights:
-            (rows,) = source.row_ranges(name)
-            expected = QUANTIZERS[Method.K_QUANT](source.read(name), FORMAT, statistics(linear.name))
-            np.testing.assert_array_equal(calibrated.quantized(rows, FORMAT).packed, expected.packed)
-    assert calibrated.stored_format("model.embed_tokens.weight") == FP32
-
-
 EXPERT_FAMILIES = ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"]
 OVERRIDES = {"granitemoehybrid": GRANITE_EXPERTS}
 GPTQ = WeightFormat(4, 32, method=Method.GPTQ)
 
 
 class Collected:
-    """A tiny model with experts, and the statistics of its linears' inputs over random text."""
+    """A tiny model, and the statistics of its linears' inputs over random text."""
 
-    def __init__(self, folder: Path, family: str, tokens: int = 1500, source: ModelSource | None = None) -> None:
-        self.checkpoint = source or Checkpoint(write_checkpoint(folder / "model", family, **OVERRIDES.get(family, {})))
+    def __init__(
+        self, folder: Path, family: str, tokens: int = 1500, source: ModelSource | None = None, **overrides: object
+    ) -> None:
+        overrides = {**OVERRIDES.get(family, {}), **overrides}
+        self.checkpoint = source or Checkpoint(write_checkpoint(folder / "model", family, **overrides))
         self.config = read_config(self.checkpoint.folder)
         self.texts = tuple(np.random.default_rng(2).integers(0, 300, (tokens // 30, 30)))
         self.model = SourceModel(self.checkpoint, self.config, 256)
@@ -219,16 +208,21 @@ def test_large_experts_share_the_second_moments_of_their_layer(tmp_path: Path, m
         np.testing.assert_array_equal(second.second_moment, expected.second_moment)
 
 
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_every_expert_is_quantized_by_its_own_statistics(tmp_path: Path, family: str, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), *((family, True) for family in EXPERT_FAMILIES)]
+)
+def test_linears_and_experts_are_quantized_by_their_own_statistics(
+    tmp_path: Path, family: str, tied: bool, monkeypatch
+) -> None:
     monkeypatch.setattr("edgerun.export.checkpoint.source._CHUNK_WEIGHTS", 40 * 64)  # parts that begin in an expert
-    found = Collected(tmp_path, family)
+    found = Collected(tmp_path, family, tie_word_embeddings=tied)
     source = QuantizedLinearStore(found.checkpoint, found.config, tmp_path / "linears", found.store.of)
-    for linear in found.experts:
-        for expert in range(linear.experts):
-            known = found.store.of(expert_of(linear.name, expert))
-            for rows in found.rows_of(linear, expert):
-                own = QUANTIZERS[Method.GPTQ](found.checkpoint.read_rows(rows), GPTQ, known)
+    for linear in (each for each in fused_linears(found.config) if not each.exact):
+        whole = [RowRange(name, 0, rows) for name, rows in zip(linear.weights, linear.rows, strict=True)]
+        experts = [(expert_of(linear.name, each), found.rows_of(linear, each)) for each in range(linear.experts)]
+        for name, ranges in experts or [(linear.name, whole)]:
+            for rows in ranges:
+                own = QUANTIZERS[Method.GPTQ](found.checkpoint.read_rows(rows), GPTQ, found.store.of(name))
                 stored = source.quantized(rows, GPTQ)
                 np.testing.assert_array_equal(stored.packed, own.packed)
                 np.testing.assert_array_equal(stored.scales, own.scales)

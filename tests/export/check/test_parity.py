@@ -22,14 +22,18 @@ from edgerun.models.manifest import GraphLayout
 from support.tiny_models import write_bundle, write_checkpoint
 
 
+def named(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.name == name)
+
+
 def drop_norm(model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.name.endswith("query.normed"))
+    node = named(model, "layers.0.query.normed")
     node.op_type = "Identity"
     del node.input[1:], node.attribute[:]
 
 
 def swap_gate_and_up(model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.name == "layers.1.gate")
+    node = named(model, "layers.1.gate")
     node.output[0], node.output[1] = node.output[1], node.output[0]
 
 
@@ -41,14 +45,12 @@ def change_epsilon(model: onnx.ModelProto) -> None:
 
 
 def swap_sine_and_cosine(model: onnx.ModelProto) -> None:
-    for node in model.graph.node:
-        if node.op_type == "GroupQueryAttention" and node.name == "layers.0.attended":
-            node.input[7], node.input[8] = node.input[8], node.input[7]
+    node = named(model, "layers.0.attended")
+    node.input[7], node.input[8] = node.input[8], node.input[7]
 
 
 def use_wrong_residual(model: onnx.ModelProto) -> None:
-    node = next(node for node in model.graph.node if node.name == "asked.residual")
-    node.input[0] = next(n for n in model.graph.node if n.name == "layers.0.mlp_norm").output[3]
+    named(model, "asked.residual").input[0] = named(model, "layers.0.mlp_norm").output[3]
 
 
 def interleave_rotation(model: onnx.ModelProto) -> None:

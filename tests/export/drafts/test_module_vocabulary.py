@@ -179,15 +179,6 @@ def test_real_passes_are_timed_and_measured(bundle: Path, monkeypatch: pytest.Mo
     assert logits_of(bundle) == (VOCABULARY if kept is None else kept.size)
 
 
-@pytest.mark.parametrize("wanted", [2, VOCABULARY + 1])
-def test_sizes_that_a_head_cannot_have(bundle: Path, wanted: int) -> None:
-    before = (bundle / "edge.json").read_bytes()
-    with pytest.raises(InputError, match=f"a draft's head cannot have {wanted} tokens; give") as error:
-        trim_vocabulary(bundle, wanted, text_of([5, 6, 7, 8], [5, 6, 7, 9]), silent)
-    assert "\n" not in str(error.value)
-    assert (bundle / "edge.json").read_bytes() == before
-
-
 def test_sizes_are_refused_before_anything_slow(source: Path, tmp_path: Path) -> None:
     def export(checkpoint: Path, draft: str | Path, vocabulary: int, message: str) -> None:
         recipe = ExportRecipe(INT4, draft=draft, draft_vocab=vocabulary)

@@ -70,15 +70,12 @@ def adopted(target: Path, wanted: DraftTokens) -> tuple[int | None, float | None
     return figures
 
 
-def test_a_whole_draft_is_named(target: Path) -> None:
+def test_a_draft_is_named_and_its_head_is_trimmed_to_the_given_size(target: Path) -> None:
     assert adopted(target, None) == (None, None)
-    found = find_draft(open_bundle(target))
-    assert (found.draft.folder, found.target_ids) == ((target / "draft").resolve(), None)
-
-
-def test_a_head_is_trimmed_to_the_given_size(target: Path) -> None:
+    assert find_draft(open_bundle(target)).target_ids is None
     tokens, coverage = adopted(target, 40)
     found = find_draft(open_bundle(target))
+    assert found.draft.folder == (target / "draft").resolve()
     kept = set(found.target_ids.tolist())
     assert tokens == len(kept) == 40
     assert set(range(5)) <= kept
