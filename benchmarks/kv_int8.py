@@ -29,7 +29,6 @@ from rich.table import Table
 import edgerun
 from artifacts import bundle
 from edgerun import Engine
-from edgerun.models.json_file import record_to_json
 from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.measure.logit_quality import LogitQuality, measure_cache_quality
 from edgerun.runtime.measure.self_text import sample_texts
@@ -191,7 +190,7 @@ def main() -> None:
         "shape": arguments.shape,
         "contexts": [asdict(each) for each in at_contexts],
         "memory": {name: [asdict(each) for each in found] for name, found in memories.items()},
-        "trained": {name: record_to_json(quality) for name, quality in qualities.items()},
+        "trained": {name: asdict(quality) for name, quality in qualities.items()},
     }
     print(json.dumps(result))
 

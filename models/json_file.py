@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
@@ -107,11 +107,6 @@ def typed_record(record_type: type[RecordT], data: object, path: str = "") -> Re
 
 _hints: Final = cache(partial(get_type_hints, include_extras=True))
 """The types of a record's fields; to evaluate them takes longer than to read the record."""
-
-
-def record_to_json(record: Any) -> dict[str, Any]:
-    """Convert a dataclass to a plain JSON object, which `json.dumps` can write."""
-    return asdict(record)
 
 
 def _converted(kind: Any, value: Any, path: str) -> Any:

@@ -18,7 +18,7 @@ from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import POOL, Models
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import OptionsOf, takes_options
 
 if TYPE_CHECKING:
     import socket
@@ -57,11 +57,9 @@ class AppOptions:
 _APP: Final = OptionsOf(AppOptions())
 
 
-@takes_options(POOL, _APP, _LOAD)
+@takes_options(POOL, _APP, _LOAD, offline=True)
 def app(
     models: Models = None,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    debug: Debug = False,
     **given: Any,
 ) -> None:
     """Chat with models in the browser, until Ctrl-C; everything stays on this machine.
@@ -91,7 +89,7 @@ def app(
         pool = stack.enter_context(POOL.record(given).open(models, load))
         listening = stack.enter_context(_bound_socket(options.port))
         server, url = _server(store, pool, listening.getsockname()[1], load)
-        with showing_tracebacks(debug):
+        with showing_tracebacks(given["debug"]):
             if options.window:
                 _run_in_window(server, listening, url)
             else:

@@ -17,7 +17,7 @@ from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import OWN_PROMPTS, PROMPTS_HELP, AsJson, Debug, ModelArgument, OptionsOf, takes_options
+from .shared_options import OWN_PROMPTS, PROMPTS_HELP, AsJson, ModelArgument, OptionsOf, takes_options
 
 if TYPE_CHECKING:
     from ...runtime.engine import Engine
@@ -86,7 +86,6 @@ _BENCH: Final = OptionsOf(BenchOptions())
 def bench(
     model: ModelArgument = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> None:
     """Compare the speed of speculative and plain decoding, prompt by prompt in one run.

@@ -19,7 +19,7 @@ from ...runtime.speculation.choice import Speculation
 from ...runtime.structure.response_format import ResponseFormat
 from .ctrl_c import INTERRUPTED
 from .run import RunOptions, answer_prompt
-from .shared_options import AsJson, Debug, ModelArgument, Offline, OptionsOf, takes_options
+from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 
 _ANSWER: Final = OptionsOf(
     GenerateOptions(),
@@ -32,12 +32,10 @@ _LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_wai
 _RUN: Final = OptionsOf(RunOptions())
 
 
-@takes_options(_RUN, _ANSWER, _LOAD)
+@takes_options(_RUN, _ANSWER, _LOAD, offline=True)
 def chat_or_answer(
     model: ModelArgument = None,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> int:
     """Chat with MODEL, or answer one prompt given with -p or on standard input.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,6 @@ from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
 from ...models.find import find_model
-from ...models.json_file import record_to_json
 from ...runtime.devices.device_check import DEVICE_CHECKS, DeviceCheck, device_check_key
 from ...runtime.devices.hardware import seen_hardware, unused_hardware
 from ...runtime.devices.packages import package_of, registered_plugins
@@ -61,8 +61,8 @@ def devices(
         if bundle is not None:
             facts["model"] = {
                 "model": str(bundle.folder),
-                "choice": None if choice is None else record_to_json(choice),
-                "checks": {name: record_to_json(check) for name, check in checks.items()},
+                "choice": None if choice is None else asdict(choice),
+                "checks": {name: asdict(check) for name, check in checks.items()},
             }
         write_json(facts)
         return

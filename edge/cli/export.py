@@ -19,14 +19,14 @@ from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
 from .command_line import COMMANDS
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import OptionsOf, takes_options
 
 _RECIPE: Final = OptionsOf(ExportRecipe())
 _UNRECORDED: Final = ("offline", "debug", "work")
 """Options that do not change what is written, so the manifest leaves them out."""
 
 
-@takes_options(_RECIPE)
+@takes_options(_RECIPE, offline=True)
 def export(
     command_line: typer.Context,
     source: Annotated[
@@ -37,8 +37,6 @@ def export(
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The model folder to write.")],
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> None:
     """Export a checkpoint or a GGUF file, or upgrade an ONNX model that another tool exported.

@@ -34,7 +34,7 @@ from ...runtime.tools.answer_format import AnswerFormat
 from ...runtime.tools.answer_parts import AUTO
 from ..terminal.output import SafeConsole, write_json
 from ..terminal.report_summary import plan_table
-from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
+from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 from .tune import context_label, describe_cost, doubt_text, named_bundle, prompt_facts, prompt_text
 from .verify import exactness_summary
 
@@ -54,7 +54,6 @@ _LOAD: Final = OptionsOf(LoadOptions(), only=("tokenizer",))
 def inspect(
     model: ModelArgument = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> None:
     """Show a model's architecture, weights, files, and how close it is to its checkpoint.

@@ -14,7 +14,7 @@ from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
 from ..terminal.output import write_out
 from .pool_options import POOL, Models
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import OptionsOf, takes_options
 
 _STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
@@ -32,11 +32,9 @@ class RpcOptions:
 _RPC: Final = OptionsOf(RpcOptions())
 
 
-@takes_options(POOL, _RPC, _LOAD)
+@takes_options(POOL, _RPC, _LOAD, offline=True)
 def rpc(
     models: Models = None,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    debug: Debug = False,
     **given: Any,
 ) -> None:
     """Answer JSON-RPC 2.0 requests, one a line, from standard input on standard output, until the input ends.
@@ -70,5 +68,5 @@ def rpc(
             kind=choose_device(load.device).kind,
             power=Power(load.power),
             max_line_bytes=max_line_bytes,
-            debug=debug,
+            debug=given["debug"],
         )

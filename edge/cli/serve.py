@@ -15,7 +15,7 @@ from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import POOL, Models
-from .shared_options import Debug, Offline, OptionsOf, takes_options
+from .shared_options import OptionsOf, takes_options
 
 _KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
@@ -61,11 +61,9 @@ class ServeOptions:
 _SERVE: Final = OptionsOf(ServeOptions())
 
 
-@takes_options(POOL, _SERVE, _LOAD)
+@takes_options(POOL, _SERVE, _LOAD, offline=True)
 def serve(
     models: Models = None,
-    offline: Offline = False,  # noqa: ARG001  its callback acts
-    debug: Debug = False,
     **given: Any,
 ) -> None:
     """Serve models to every program that talks to OpenAI's API, until Ctrl-C or SIGTERM.
@@ -102,7 +100,7 @@ def serve(
         write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
         write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
         service = RequestService(pool, settings)
-        with showing_tracebacks(debug):
+        with showing_tracebacks(given["debug"]):
             DrainingServer(asgi_app(service), service, settings, options.drain).run([listening])
 
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
@@ -20,8 +21,6 @@ from ...runtime.speculation.choice import Speculation
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Record = TypeVar("_Record")
-
-_OF_EVERY_COMMAND: Final = ("offline", "as_json", "debug")
 
 _BIAS: Final = re.compile(r"([0-9]{1,9})=([+-]?[0-9]{1,9}(?:\.[0-9]{1,18})?)")
 
@@ -102,19 +101,26 @@ class OptionsOf(Generic[_Record]):
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[hint, declared])
 
 
-def takes_options(*records: OptionsOf[Any]) -> Callable[[_Command], _Command]:
-    """Decorate a command so that fields of records are options of it, before the options of every command.
+def takes_options(*records: OptionsOf[Any], offline: bool = False) -> Callable[[_Command], _Command]:
+    """Decorate a command so that fields of records are options of it, and so is --debug, which `main` reads.
 
-    The command collects them with `**`, and `OptionsOf.record` makes the records.
+    The command collects them with `**`, and `OptionsOf.record` makes the records. `offline` adds --offline, whose
+    callback acts.
     """
 
     def decorated(command: _Command) -> _Command:
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        named = [each for each in own if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        first = next(index for index, each in enumerate(named) if each.name in _OF_EVERY_COMMAND)
+        *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+        last = [each for each in own if each.name == "as_json"]
         of_records = [each for record in records for each in record.parameters()]
-        signature = inspect.Signature([*named[:first], *of_records, *named[first:]])
-        command.__signature__ = signature  # type: ignore[attr-defined]
+        flag = partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False)
+        parameters = [
+            *(each for each in own if each not in last),
+            *of_records,
+            *([flag("offline", annotation=Offline)] if offline else ()),
+            *last,
+            flag("debug", annotation=Debug),
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 
     return decorated

@@ -16,7 +16,7 @@ from ...models.user_text import json_lines, read_text, text_of
 from ...runtime.arguments.argument_types import option
 from ..bench.prompt_sets import read_prompts
 from ..terminal.output import write_json, write_line
-from .shared_options import AsJson, Debug, Offline, OptionsOf, takes_options
+from .shared_options import AsJson, OptionsOf, takes_options
 
 if TYPE_CHECKING:  # PyTorch is an extra
     from ...export.draft_training.request import DraftTrainingRequest
@@ -103,7 +103,7 @@ class TrainDraftOptions:
 _TRAIN: Final = OptionsOf(TrainDraftOptions())
 
 
-@takes_options(_TRAIN)
+@takes_options(_TRAIN, offline=True)
 def train_draft(
     target: Annotated[
         str,
@@ -118,9 +118,7 @@ def train_draft(
             "question or request, or plain text, one prompt a paragraph or line.",
         ),
     ],
-    offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> None:
     """Train a draft for a model, on what the model itself answers to your prompts.

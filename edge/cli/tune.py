@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,7 +13,6 @@ from rich.table import Table
 from ...models.bundle import Bundle, open_bundle
 from ...models.find import find_model, path_of_user
 from ...models.graph_variant import DeviceKind
-from ...models.json_file import record_to_json
 from ...models.progress import ProgressDisplay
 from ...models.user_text import read_text
 from ...runtime.arguments.load_options import LoadOptions
@@ -32,7 +31,7 @@ from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.drafters.ngram_counts import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
 from ..terminal.output import SafeConsole, write_json, write_warning
-from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, takes_options
+from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 
 _LOAD: Final = OptionsOf(LoadOptions(power=Power.PERFORMANCE), only=("device", "threads", "prefill", "tokenizer"))
 _CONTEXTS: Final = (384, 1536, 6144, 24576, 98304)
@@ -60,7 +59,6 @@ def tune(
         typer.Option(metavar="FILE", help="Count this text into the n-gram table; may be repeated."),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> None:
     """Measure what a pass over several tokens costs on this machine, and store it.
@@ -117,7 +115,7 @@ def _facts(
     return {
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
-        "devices": None if fastest is None else record_to_json(fastest),
+        "devices": None if fastest is None else asdict(fastest),
         "threads": {
             "used": engine.threads or default_threads(),
             "milliseconds": {str(count): round(value * 1e3, 4) for count, value in sorted(seconds.items())},

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
 
-from ...models.json_file import record_to_json
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.arguments.load_options import LoadOptions
@@ -21,7 +21,7 @@ from ...runtime.measure.exactness import ComparisonCounts, Counterexample, Exact
 from ...runtime.measure.logit_quality import LogitQuality, measure_cache_quality
 from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
-from .shared_options import AsJson, Debug, ModelArgument, OptionsOf, Prompts, takes_options
+from .shared_options import AsJson, ModelArgument, OptionsOf, Prompts, takes_options
 
 _LOAD: Final = OptionsOf(
     LoadOptions(power=Power.PERFORMANCE, prefill=PrefillMode.PLAIN),
@@ -44,7 +44,6 @@ def verify(
         int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Maximum tokens of an answer.")
     ] = 64,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
     **given: Any,
 ) -> int:
     """Check that speculation does not change what a model writes on this machine.
@@ -102,7 +101,7 @@ def _facts(engine: Engine, report: ExactnessReport, quality: LogitQuality | None
         "device": str(engine.device),
         "packed_weights": "intact" if packed else None,
         "summary": exactness_summary(report),
-        **({} if quality is None else {"int8_cache": record_to_json(quality)}),
+        **({} if quality is None else {"int8_cache": asdict(quality)}),
         **report.to_json(),
     }
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import Count, NotNegative, WholeNumber, record_from_json, record_to_json
+from ...models.json_file import Count, NotNegative, WholeNumber, record_from_json
 from ..graph.bound_graph import BoundGraph
 from ..kv.buffers import CacheSnapshot
 from ..prefill import prefill
@@ -132,7 +132,7 @@ class ExactnessReport:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to a plain JSON object."""
-        return {**record_to_json(self), "epsilon": self.epsilon, "passed": self.passed}
+        return {**asdict(self), "epsilon": self.epsilon, "passed": self.passed}
 
 
 EXACTNESS_REPORTS: Final = MeasurementStore(

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
 from ...models.file_system import remove
-from ...models.json_file import parse_json_object, record_from_json, record_to_json
+from ...models.json_file import parse_json_object, record_from_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ...models.user_folders import cache_folder, make_private
 from ...version import __version__
@@ -70,7 +70,7 @@ class MeasurementStore(Generic[MeasurementT]):
     """Version of the JSON format; files of other versions are not read."""
     from_json: Callable[[dict[str, Any]], MeasurementT]
     """Inverse of `to_json`; raises ValueError for anything else."""
-    to_json: Callable[[MeasurementT], dict[str, Any]] = record_to_json
+    to_json: Callable[[Any], dict[str, Any]] = asdict
 
     @classmethod
     def of_records(

@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import Any, Final, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import Count, WholeNumber, record_from_json, record_to_json
+from ...models.json_file import Count, WholeNumber, record_from_json
 from .cost_knots import MAX_WEIGHT, Knot, clipped, count_strays, interpolated, staircase
 
 MAX_OBSERVED_WIDTH: Final = 256
@@ -285,7 +285,7 @@ class PassCost:
 
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""
-        return record_to_json(_StoredCosts(self.measured, self.doubt, self.measurements, self.stairs is not None))
+        return asdict(_StoredCosts(self.measured, self.doubt, self.measurements, self.stairs is not None))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassCost:

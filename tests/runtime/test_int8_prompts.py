@@ -6,7 +6,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.json_file import record_from_json, record_to_json
+from edgerun.models.json_file import record_from_json
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
@@ -190,12 +190,12 @@ def test_the_best_short_enough_pass_is_chosen() -> None:
     assert (choice.least_width, choice.width(0)) == (64, 256)
     assert choice.width(2000) == 128  # 256 would take 1.07 s then
     assert choice.width(100_000) == 64
-    assert record_from_json(PromptChoice, record_to_json(choice)) == choice
+    assert record_from_json(PromptChoice, asdict(choice)) == choice
     for damaged in (
         {},
         {"obstacle": 3},
-        record_to_json(choice) | {"mean_kl": None},
-        record_to_json(choice) | {"int8_s": {"64": -1}},
+        asdict(choice) | {"mean_kl": None},
+        asdict(choice) | {"int8_s": {"64": -1}},
     ):
         with pytest.raises(ValueError, match=r".+"):
             record_from_json(PromptChoice, damaged)
@@ -236,7 +236,7 @@ def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> No
         # The time that was lost with the first prompt counts.
         assert answer(engine).stats.prompt_readers == {"int8": 200}
         assert engine.model.prefill_choice.described({"base": 40}) is None
-    older = {name: value for name, value in record_to_json(choice).items() if name != "load_s"}
+    older = {name: value for name, value in asdict(choice).items() if name != "load_s"}
     assert record_from_json(PromptChoice, older) == FASTER
 
 

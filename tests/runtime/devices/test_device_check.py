@@ -24,9 +24,9 @@ from support.devices import require_webgpu, run_json_script
 
 ON_WEBGPU = """
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
 from edgerun.models.bundle import open_bundle
-from edgerun.models.json_file import record_to_json
 from edgerun.runtime.devices.device_check import check_device
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -34,7 +34,7 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 bundle, config = open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("gpu"))
 graph = GraphSession(bundle.graph, config, metadata_of(bundle))
 check = check_device(graph, bundle, config, cache=False)
-print(json.dumps({**record_to_json(check), "trees": graph.graph_io.supports_trees}))
+print(json.dumps({**asdict(check), "trees": graph.graph_io.supports_trees}))
 """
 CONFIG = SessionConfig(cpu_device())
 POSITIONS, BIAS = 9, 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import edgerun
 from edgerun import Engine, GenerateOptions, Reply
 from edgerun.edge.cli.main import main
 from edgerun.models.bundle import open_bundle
-from edgerun.models.json_file import record_from_json, record_to_json
+from edgerun.models.json_file import record_from_json
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
 from edgerun.runtime.graph.bound_session import BoundSession
@@ -235,7 +236,7 @@ def test_verify_tells_how_far_the_graphs_differ(
     noise = measure_width_noise(bound, [prompt(60)], widths=(1, 2), long_context=bound.further(graph.name))
     assert 0 < noise.long_context < 1e-3
     assert noise.largest == max(*noise.chains.values(), noise.trees)
-    assert record_from_json(WidthNoise, record_to_json(noise)) == noise
+    assert record_from_json(WidthNoise, asdict(noise)) == noise
     assert bound.further("another") is None
     assert main(["verify", str(bundle), "--limit", "1", "-n", "4", "--threads", "1"]) == 0
     assert "in the graph that runs them" in " ".join(capsys.readouterr().out.split())
