@@ -12,12 +12,15 @@ from edgerun.models.atomic import folder_written_atomically, write_atomically
 from support.links import needs_links
 
 
-def always(_folder: Path) -> bool:
-    return True
-
-
 def never(_folder: Path) -> bool:
     return False
+
+
+def made(folder: Path, name: str) -> Path:
+    """A folder with one file."""
+    folder.mkdir()
+    (folder / name).write_text("0", encoding="utf-8")
+    return folder
 
 
 def entries(folder: Path) -> list[str]:
@@ -33,9 +36,7 @@ def test_a_new_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
 
 
 def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
-    with folder_written_atomically(tmp_path / "out", always) as staging:
+    with folder_written_atomically(made(tmp_path / "out", "old"), bool) as staging:
         (staging / "new").write_text("1", encoding="utf-8")
         assert (tmp_path / "out" / "old").exists()
     assert entries(tmp_path) == ["out", "out/new"]
@@ -81,41 +82,31 @@ def test_a_pipe_or_a_folder_is_not_replaced_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_leaves_the_old_folder_and_no_staging_folder(tmp_path: Path, error: BaseException) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
-    with pytest.raises(type(error)), folder_written_atomically(tmp_path / "out", always) as staging:  # noqa: PT012
+    out = made(tmp_path / "out", "old")
+    with pytest.raises(type(error)), folder_written_atomically(out, bool) as staging:  # noqa: PT012
         (staging / "half").write_text("1", encoding="utf-8")
         raise error
     assert entries(tmp_path) == ["out", "out/old"]
 
 
-def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis").write_text("0", encoding="utf-8")
-    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never):
+def test_a_folder_with_other_files_is_never_replaced_also_if_they_come_during_the_block(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), folder_written_atomically(made(tmp_path / "out", "thesis"), never):
         pass
     (tmp_path / "file").write_text("0", encoding="utf-8")
-    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "file", always):
+    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "file", bool):
         pass
-    assert entries(tmp_path) == ["file", "out", "out/thesis"]
-
-
-def test_files_created_during_the_block_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "out", never) as staging:  # noqa: PT012
-        (staging / "x").write_text("1", encoding="utf-8")
-        (tmp_path / "out" / "thesis").write_text("0", encoding="utf-8")
-    assert entries(tmp_path) == ["out", "out/thesis"]
+    with pytest.raises(FileExistsError), folder_written_atomically(tmp_path / "new", never):
+        made(tmp_path / "new", "thesis")
+    assert entries(tmp_path) == ["file", "new", "new/thesis", "out", "out/thesis"]
 
 
 @needs_links
 @pytest.mark.parametrize("there", [True, False], ids=["a folder", "nowhere"])
 def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
     if there:
-        (tmp_path / "target").mkdir()
-        (tmp_path / "target" / "old").write_text("0", encoding="utf-8")
+        made(tmp_path / "target", "old")
     (tmp_path / "link").symlink_to("target")
-    with folder_written_atomically(tmp_path / "link", always) as staging:
+    with folder_written_atomically(tmp_path / "link", bool) as staging:
         (staging / "new").write_text("1", encoding="utf-8")
     assert (tmp_path / "link").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
@@ -123,9 +114,7 @@ def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
 
 
 def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "old").write_text("0", encoding="utf-8")
-    replace = os.replace
+    out, replace = made(tmp_path / "out", "old"), os.replace
 
     def failing(source: Path, target: Path) -> None:
         if source.suffix == ".new":
@@ -134,7 +123,7 @@ def test_the_old_folder_is_restored_when_the_swap_fails(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("edgerun.models.atomic.exchange", lambda first, second: False)
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(PermissionError), folder_written_atomically(tmp_path / "out", always) as staging:
+    with pytest.raises(PermissionError), folder_written_atomically(out, bool) as staging:
         (staging / "x").write_text("1", encoding="utf-8")
     assert entries(tmp_path) == ["out", "out/old"]
 

@@ -16,7 +16,6 @@ from edgerun import BundleError
 from edgerun.models.bundle import Bundle, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
-from edgerun.models.json_file import is_finite, is_whole
 from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
 
 MANIFEST = Manifest(
@@ -114,6 +113,7 @@ BAD: list[tuple[str | bytes, str]] = [
     (b"\xff\xfe", "it is not valid JSON: 'utf-8' codec"),
     ("{}", "it lacks format, contract"),
     (changed(drop("weights", "files")), "it lacks weights, files"),
+    (changed(put("files", {})), "edge.json lacks files.model.onnx"),
     (changed(put("architecture", {"family": "llama", "heads": 1})), "it lacks architecture.vocab_size, architecture."),
     (changed(put("architecture", 3)), "it has architecture 3, which must be an object"),
     (changed(put("architecture/context", 1)), "context 1, which must be a whole number of at least 2"),
@@ -155,17 +155,9 @@ def test_invalid_manifests_are_errors_of_one_line(tmp_path: Path, text: str | by
     (tmp_path / "edge.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BundleError) as caught:
         open_bundle(tmp_path)
-    assert f"{tmp_path / 'edge.json'} cannot be read: it" in str(caught.value)
-    assert message in str(caught.value)
+    assert message in str(caught.value).removeprefix(f"{tmp_path / 'edge.json'} cannot be read: ")
     assert str(caught.value).endswith("; export the model again")
     assert "\n" not in str(caught.value)
-
-
-def test_a_manifest_must_have_the_graphs_digest(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"graph")
-    (tmp_path / "edge.json").write_text(changed(put("files", {})), encoding="utf-8")
-    with pytest.raises(BundleError, match=r"edge\.json lacks files\.model\.onnx; export the model again"):
-        open_bundle(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +201,10 @@ def test_names_are_paths_or_the_bundled_model(tmp_path: Path, monkeypatch: pytes
         assert find_model(None) == bundled_folder()
 
 
-def test_a_file_that_is_not_a_graph_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_is_unreadable_or_not_a_graph_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("", encoding="utf-8")
     with pytest.raises(BundleError, match=r"notes\.txt is not an \.onnx file"):
         open_bundle(tmp_path / "notes.txt")
-
-
-def test_an_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.onnx").write_bytes(b"graph")
     (tmp_path / "edge.json").write_text("{}", encoding="utf-8")
 
@@ -251,9 +240,3 @@ def test_a_folder_with_other_files_is_not_only_a_bundle(tmp_path: Path) -> None:
     (tmp_path / "drafts").rmdir()
     (tmp_path / "edge.json").unlink()
     assert not holds_only_bundle_files(tmp_path)
-
-
-def test_json_numbers_are_told_apart() -> None:
-    assert [is_whole(value, 1) for value in (1, 10**400, 0, True, 1.0, "1", None)] == [True, True, *[False] * 5]
-    finite = (1, 0.5, -3, 10**400, float("nan"), float("inf"), True, "1", None)
-    assert [is_finite(value) for value in finite] == [True, True, True, *[False] * 6]

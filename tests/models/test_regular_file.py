@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,6 @@ def test_a_regular_file_of_a_bounded_size_is_read_whole(tmp_path: Path) -> None:
 
 
 @needs_pipes
-def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
-    pipe = replace_by_pipe(tmp_path / "pipe")
-    with pytest.raises(UnsuitableFileError, match="it is a pipe, not a regular file"):
-        open_regular(pipe)
-    (tmp_path / "link").symlink_to(pipe)
-    with pytest.raises(UnsuitableFileError, match="it is a pipe, not a regular file"):
-        read_regular(tmp_path / "link", 10)
-
-
-@needs_pipes
 def test_an_open_pipe_of_the_shell_is_read_up_to_a_size(tmp_path: Path) -> None:
     for limit in (5, 4):
         reading, writing = os.pipe()
@@ -62,15 +51,15 @@ def test_an_open_pipe_of_the_shell_is_read_up_to_a_size(tmp_path: Path) -> None:
         read_regular_or_substitution(Path(f"/dev/fd/{reading}"), 10)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="devices and sockets of Unix")
-def test_devices_and_sockets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsuitableFileError, match="it is a device"):
-        open_regular(Path("/dev/zero"))
+@needs_pipes
+def test_pipes_devices_and_sockets_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket has at most 108 bytes
+    Path("link").symlink_to(replace_by_pipe(tmp_path / "pipe"))
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind("s")
-        with pytest.raises(UnsuitableFileError, match="it is a socket"):
-            open_regular(Path("s"))
+        for name, kind in (("pipe", "a pipe"), ("link", "a pipe"), ("/dev/zero", "a device"), ("s", "a socket")):
+            with pytest.raises(UnsuitableFileError, match=f"it is {kind}, not a regular file"):
+                open_regular(Path(name))
 
 
 @needs_pipes

@@ -67,6 +67,7 @@ TRANSFORMERS_JS: Mapping[str, bytes] = {
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[HubServer]:
     with own_hub(tmp_path / "hf") as server:
+        server.repo("org/js", TRANSFORMERS_JS)
         yield server
 
 
@@ -75,7 +76,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_only_the_files_of_one_graph_are_downloaded(hub: HubServer) -> None:
-    repo = hub.repo("org/js", TRANSFORMERS_JS)
+    repo = hub.repos["org/js"]
     found = fetch_model(HubId("org/js"))
     assert (found.id, found.commit) == ("org/js:q4", repo.refs["main"])
     assert names(found.folder) == {"config.json", "tokenizer.json", "model_q4.onnx", "model_q4.onnx_data"}
@@ -108,7 +109,6 @@ def test_the_embedding_of_a_multimodal_model_comes_along(hub: HubServer) -> None
 
 
 def test_a_downloaded_model_is_used_without_a_request(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     path = find_model("org/js:q4")
     hub.seen.clear()
     assert find_model("org/js:q4") == find_model("org/js") == find_model("org/js:onnx/model_q4.onnx") == path
@@ -117,7 +117,6 @@ def test_a_downloaded_model_is_used_without_a_request(hub: HubServer) -> None:
 
 
 def test_the_device_decides_which_variant_is_downloaded_but_not_which_is_opened(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     assert fetch_model(HubId("org/js"), DeviceKind.GPU).variant == "q4f16"
     assert fetch_model(HubId("org/js"), DeviceKind.CPU).variant == "q4f16"
     assert fetch_model(HubId("org/js"), DeviceKind.CPU, newest=True).variant == "q4"
@@ -125,7 +124,7 @@ def test_the_device_decides_which_variant_is_downloaded_but_not_which_is_opened(
 
 
 def test_of_a_new_commit_only_changed_files_are_downloaded(hub: HubServer) -> None:
-    repo = hub.repo("org/js", TRANSFORMERS_JS)
+    repo = hub.repos["org/js"]
     first = fetch_model(HubId("org/js"))
     second = repo.put({**TRANSFORMERS_JS, "config.json": b'{"new": 1}'})
     assert fetch_model(HubId("org/js")).commit == first.commit
@@ -139,7 +138,7 @@ def test_of_a_new_commit_only_changed_files_are_downloaded(hub: HubServer) -> No
 
 
 def test_revisions(hub: HubServer) -> None:
-    repo = hub.repo("org/js", TRANSFORMERS_JS)
+    repo = hub.repos["org/js"]
     old = repo.put({**TRANSFORMERS_JS, "config.json": b'{"old": 1}'}, "v1/x")
     assert fetch_model(parse_hub_id("org/js@v1/x")).commit == old
     assert fetch_model(parse_hub_id(f"org/js@{old}")).commit == old
@@ -245,7 +244,6 @@ def test_an_export_prefers_safetensors(hub: HubServer) -> None:
     hub.repo("org/both", {**TRANSFORMERS_JS, "model.safetensors": weights(9)})
     assert "model.safetensors" in names(fetch_checkpoint(HubId("org/both")))
     assert "model_q4.onnx" in names(fetch_checkpoint(HubId("org/both", "q4")))
-    hub.repo("org/js", TRANSFORMERS_JS)
     assert "model_q4.onnx" in names(fetch_checkpoint(HubId("org/js")))
 
 
@@ -275,7 +273,7 @@ def test_paths_out_of_the_folder_are_ignored(hub: HubServer, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("no_ranges", [False, True])
 def test_a_download_resumes_where_it_stopped(hub: HubServer, no_ranges: bool) -> None:
-    repo = hub.repo("org/js", TRANSFORMERS_JS)
+    repo = hub.repos["org/js"]
     hub.faults.no_ranges = no_ranges
     partial = models_root() / "org--js" / "partial" / sha256(weights(2))
     partial.parent.mkdir(parents=True)
@@ -292,7 +290,6 @@ def test_a_download_resumes_where_it_stopped(hub: HubServer, no_ranges: bool) ->
 
 @pytest.mark.parametrize("there", [weights(2), weights(2) + b"more", b"\0" * 12000])
 def test_partial_files_are_checked(hub: HubServer, there: bytes) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     partial = models_root() / "org--js" / "partial" / sha256(weights(2))
     partial.parent.mkdir(parents=True)
     partial.write_bytes(there)
@@ -307,7 +304,6 @@ def test_partial_files_are_checked(hub: HubServer, there: bytes) -> None:
 
 
 def test_a_download_continues_after_a_lost_connection(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.cut["model_q4.onnx_data"] = 5000
     found = fetch_model(HubId("org/js"))
     assert (found.folder / "model_q4.onnx_data").read_bytes() == weights(2)
@@ -328,7 +324,6 @@ def test_a_changed_byte_is_noticed(hub: HubServer, path: str) -> None:
 
 
 def test_a_damaged_model_is_refused_and_pull_downloads_it_again(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     found = fetch_model(HubId("org/js"))
     (found.folder / "model_q4.onnx_data").write_bytes(weights(7))
     with pytest.raises(BundleError, match="is damaged: its checksum.*; download it again: edge-run pull org/js:q4$"):
@@ -344,7 +339,6 @@ def test_a_damaged_model_is_refused_and_pull_downloads_it_again(hub: HubServer) 
     "text", ["", "[]", '{"files": 3}', '{"id": 1, "commit": 1, "variant": 1, "source": 1, "files": {}}']
 )
 def test_a_damaged_record_is_written_again(hub: HubServer, text: str) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     found = fetch_model(HubId("org/js"))
     for name in (found.folder / "hub.json", found.folder.parent / "files.json"):
         name.write_text(text, encoding="utf-8")
@@ -365,7 +359,6 @@ def test_a_damaged_record_is_written_again(hub: HubServer, text: str) -> None:
 def test_refusals_of_the_hub_are_errors_of_one_line(
     hub: HubServer, path: str, status: int, error: type[EdgeError], message: str
 ) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.status[path] = status
     with pytest.raises(error, match=f"^{re.escape(message)}") as caught:
         fetch_model(HubId("org/js"))
@@ -401,7 +394,6 @@ def test_private_and_gated_models_need_a_token(hub: HubServer, monkeypatch: pyte
     ],
 )
 def test_files_with_impossible_values_are_left_out(hub: HubServer, sibling: dict[str, Any]) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.change = lambda info: info["siblings"].append(sibling)
     assert set(list_repository(HubId("org/js")).files) == set(TRANSFORMERS_JS)
 
@@ -419,7 +411,6 @@ def test_files_with_impossible_values_are_left_out(hub: HubServer, sibling: dict
     ],
 )
 def test_invalid_listings_are_errors(hub: HubServer, change: Callable[[dict[str, Any]], None] | None) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     hub.faults.change = change
     hub.faults.html = change is None
     with pytest.raises(HubError, match=f"^{hub.url} does not answer like the hub; check HF_ENDPOINT"):
@@ -438,7 +429,6 @@ def test_invalid_addresses_are_errors(hub: HubServer, monkeypatch: pytest.Monkey
 def test_an_unreachable_hub_is_an_error_only_for_models_not_downloaded(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     path = find_model("org/js")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert find_model("org/js") == path
@@ -451,7 +441,6 @@ def test_an_unreachable_hub_is_an_error_only_for_models_not_downloaded(
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     path = find_model("org/js")
     hub.seen.clear()
     monkeypatch.setenv(name, "1")
@@ -483,7 +472,6 @@ def test_a_search_lists_language_models_with_onnx_files(hub: HubServer) -> None:
 def test_files_in_the_hub_librarys_cache_are_not_downloaded_again(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
 ) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     for path in ("config.json", "tokenizer.json", "onnx/model_q4.onnx", "onnx/model_q4.onnx_data"):
         hf_hub_download("org/js", path, cache_dir=tmp_path / "hf" / "hub", endpoint=hub.url)
     hub.seen.clear()
@@ -497,7 +485,6 @@ def test_files_in_the_hub_librarys_cache_are_not_downloaded_again(
 
 
 def test_a_download_that_does_not_fit_the_disk_is_refused(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, (64 << 20) + 10000))
     with pytest.raises(
@@ -508,7 +495,6 @@ def test_a_download_that_does_not_fit_the_disk_is_refused(hub: HubServer, monkey
 
 
 def test_an_unwritable_hf_home_is_an_error(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     with pytest.raises(HubError, match="cannot be written: .*; check the disk, or set HF_HOME to another folder"):
@@ -516,7 +502,6 @@ def test_an_unwritable_hf_home_is_an_error(hub: HubServer, tmp_path: Path, monke
 
 
 def test_concurrent_downloads_download_once(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(find_model("org/js"))) for _ in range(3)]
     for thread in threads:
@@ -529,7 +514,6 @@ def test_concurrent_downloads_download_once(hub: HubServer) -> None:
 
 
 def test_a_model_that_is_being_downloaded_is_not_removed(hub: HubServer) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     found = fetch_model(HubId("org/js"))
     with (
         Store("org/js").locked(),
@@ -541,7 +525,6 @@ def test_a_model_that_is_being_downloaded_is_not_removed(hub: HubServer) -> None
 
 @needs_links
 def test_removing_leaves_other_files_alone(hub: HubServer, tmp_path: Path) -> None:
-    hub.repo("org/js", TRANSFORMERS_JS)
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("x", encoding="utf-8")
