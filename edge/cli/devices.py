@@ -94,17 +94,10 @@ def _facts(device: Device, default: Device) -> dict[str, Any]:
 
 def _table(found: Sequence[Device], default: Device) -> Table:
     table = Table("device", "kind", "vendor", "provider", "version", "", box=None, pad_edge=False)
-    for device in found:
-        notes = ["default"] if device == default else []
-        notes += [_SIMULATED] if device.simulated else []
-        table.add_row(
-            device.name,
-            device.kind.value,
-            device.vendor or "-",
-            device.provider,
-            device.plugin_version or RUNTIME_VERSION,
-            ", ".join(notes),
-        )
+    for facts in (_facts(device, default) for device in found):
+        notes = {"default": facts["default"], _SIMULATED: facts["simulated"]}
+        cells = [facts[name] or "-" for name in ("name", "kind", "vendor", "provider", "version")]
+        table.add_row(*cells, ", ".join(note for note, applies in notes.items() if applies))
     return table
 
 

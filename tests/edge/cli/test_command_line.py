@@ -170,18 +170,15 @@ def test_the_prompt_may_come_on_standard_input_and_be_refused(
     assert "the prompt is empty" in fails(capsys, tiny_bundle)
 
 
-def test_sampling_options_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
-    options = ["-t", "1.2", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--repeat-penalty", "1.1"]
-    arguments = (tiny_bundle, "-p", "a", "-n", "20", "--raw", *options)
-    texts = [output_of(capsys, *arguments, "--seed", seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
+def test_sampling_penalties_biases_and_the_end_reach_the_sampler(tiny_bundle: Path, capsys: Capture) -> None:
     with edgerun.load(tiny_bundle) as engine:
         end = next(iter(engine.tokenizer.eos))
         bias_to_end = {"logit_bias": {end: 100.0}}
         options: list[tuple[list[str], dict[str, Any]]] = [
+            (["-t", "1.2", "--top-k", "50", "--seed", "1"], {"temperature": 1.2, "top_k": 50, "seed": 1}),
+            (["-t", "1", "--top-p", "0.9", "--seed", "2"], {"temperature": 1.0, "top_p": 0.9, "seed": 2}),
+            (["-t", "1", "--min-p", "0.01", "--seed", "3"], {"temperature": 1.0, "min_p": 0.01, "seed": 3}),
+            (["--repeat-penalty", "1.1"], {"repeat_penalty": 1.1}),
             (["--presence-penalty", "1.5"], {"presence_penalty": 1.5}),
             (["--frequency-penalty", "-0.5"], {"frequency_penalty": -0.5}),
             (["--logit-bias", "70=100", "--logit-bias", "71=99.5"], {"logit_bias": {70: 100, 71: 99.5}}),
@@ -266,10 +263,7 @@ def test_too_little_memory_is_a_one_line_error(tiny_bundle: Path, capsys: Captur
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_command_has_help_with_an_example(command: list[str], capsys: Capture) -> None:
     assert "Example" in output_of(capsys, *command, "--help")
-
-
-def test_version(capsys: Capture) -> None:
-    assert output_of(capsys, "--version") == f"edge-run {edgerun.__version__}\n"
+    assert command or output_of(capsys, "--version") == f"edge-run {edgerun.__version__}\n"
 
 
 def test_inspect_describes_a_model(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -335,6 +329,9 @@ def test_export_from_the_command_line(tiny_bundle: Path, tmp_path: Path, capsys:
     assert main(["export", str(source), str(tmp_path / "exact"), "--weights", "fp32"]) == 0
     assert "KL" not in capsys.readouterr().out, "nothing was quantized"
     assert main([str(out), "-p", "the", "-n", "3"]) == 0
+    capsys.readouterr()
+    fails(capsys, "export", source, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "exact"}, "a folder with other files stays"
 
 
 def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
@@ -365,14 +362,6 @@ def test_an_export_has_a_name_that_the_last_line_and_the_lists_say(
     assert "my model" not in output_of(capsys, "models") + "".join(local_models())
     *_, last = output_of(capsys, "export", tiny_bundle.parent / "checkpoint", "serve", "--weights", "fp32").splitlines()
     assert last == f"to run it: edge-run {os.path.join('.', 'serve')}", "which is a command, too"
-
-
-def test_export_does_not_replace_a_folder_that_is_not_a_bundle(
-    tiny_bundle: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
-    fails(capsys, "export", tiny_bundle.parent / "checkpoint", tmp_path)
-    assert (tmp_path / "thesis.txt").read_text(encoding="utf-8") == "years of work"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")

@@ -28,6 +28,16 @@ from support.commands import Capture, Patch, fails, output_of
 from support.tiny_models import write_checkpoint
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("source") / "checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+
+
 def test_a_plain_install_shows_the_options_and_which_extra_is_missing() -> None:
     program = (
         "import sys; sys.modules['onnx'] = None; from edgerun.edge.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -76,14 +86,15 @@ def test_a_plain_install_shows_the_options_and_which_extra_is_missing() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_options_are_refused(tmp_path: Path, capsys: Capture, options: list[str], message: str) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+def test_wrong_options_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: Capture, options: list[str], message: str
+) -> None:
     assert message in fails(capsys, "export", checkpoint, tmp_path / "bundle", *options)
     assert not (tmp_path / "bundle").exists()
 
 
-def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: Capture) -> None:
-    checkpoint, bundle = write_checkpoint(tmp_path / "checkpoint"), tmp_path / "bundle"
+def test_static_graphs_are_named_at_the_end(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    bundle = tmp_path / "bundle"
     options = ["--device", "npu", "--widths", "1,4", "--contexts", "64"]
     output = output_of(capsys, "export", checkpoint, bundle, *options)
     assert "2 graphs for NPUs, of widths 1, 4 and contexts 64: " in output
@@ -96,9 +107,7 @@ def test_static_graphs_are_named_at_the_end(tmp_path: Path, capsys: Capture) -> 
     assert "--device npu --widths 1,4 --contexts 64" in open_bundle(bundle).manifest.command
 
 
-def test_block_applies_to_the_draft_of_mixed_weights(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+def test_block_applies_to_the_draft_of_mixed_weights(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
     plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
     linears = (f'"{linear.name}" = "int8/32"\n' for linear in planned_linears(read_config(checkpoint)))
@@ -147,19 +156,6 @@ def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
         "awq+k-quant": (Method.K_QUANT, True),
         "awq+gptq": (Method.GPTQ, True),
     }
-
-
-tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_checkpoint(tmp_path_factory.mktemp("reported") / "source")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

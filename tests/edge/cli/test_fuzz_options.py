@@ -14,7 +14,7 @@ import typer
 
 from edgerun.models.find import bundled_folder
 from support import command_worker
-from support.command_worker import CommandWorker, Outcome, needs_limits
+from support.command_worker import CommandWorker, needs_limits
 from support.commands import Patch
 from support.random_damage import Damage, fresh_copy, recompute_digests
 
@@ -169,20 +169,3 @@ def test_a_process_that_hangs_or_ends_is_replaced(worker: CommandWorker, monkeyp
     worker.end_process()
     assert "the process ended with -9" in worker.run(["--version"]).fault
     assert worker.run(["--version"]).code == 0
-
-
-@pytest.mark.parametrize(
-    ("code", "err", "fault"),
-    [
-        (0, "", ""),
-        (2, "edge-run: error: a\n", ""),
-        (2, "edge-run: warning: b\nedge-run: error: a\n", ""),
-        (2, "edge-run: error: a\nb\n", "2 lines of error"),
-        (1, "a\n", "1 lines of error"),
-        (99, "Traceback (most recent call last):\n", "a traceback"),
-        (130, "", "exit code 130"),
-        (1, "edge-run: error: not enough memory\n", "too much memory"),
-    ],
-)
-def test_faults_are_named(code: int, err: str, fault: str) -> None:
-    assert Outcome((), code, "", err).fault == fault

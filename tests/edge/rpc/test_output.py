@@ -31,13 +31,6 @@ sys.exit(main())
 """
 
 
-def test_answers_of_several_requests_arrive_in_whole_lines(client: RpcClient) -> None:
-    expected = client.text(max_tokens=40)
-    body = {"messages": [{"role": "user", "content": "ab"}], "temperature": 0, "max_tokens": 40, "stream": True}
-    ids = [client.send("generate", body) for _ in range(6)]
-    assert {client.result(id_)["choices"][0]["message"]["content"] for id_ in ids} == {expected}
-
-
 def test_a_line_contains_no_character_that_readers_take_for_its_end(client: RpcClient) -> None:
     text = "a\u2028b\u2029c\x85d\r\n\x0b\x0ce"
     tokens = client.call("tokenize", {"content": text})["tokens"]

@@ -79,7 +79,6 @@ def test_a_line_that_cannot_be_a_request_gets_one_error(client: RpcClient, code:
 
 
 FORMS: list[tuple[dict[str, Any], str, str | None, str]] = [
-    ({"method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is missing"),
     ({"jsonrpc": "1.0", "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the string '1.0'"),
     ({"jsonrpc": "2.0"}, "invalid_message", "method", "method is missing"),
     ({"jsonrpc": math.inf, "method": "status"}, "invalid_message", "jsonrpc", "jsonrpc is the number inf"),

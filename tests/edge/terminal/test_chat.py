@@ -39,6 +39,8 @@ class Terminal:
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process = process
+        self.first = ""
+        """What came before the first prompt."""
         self._master = master
         self._unread = ""
 
@@ -99,12 +101,14 @@ def terminal(command: Sequence[str]) -> Iterator[Terminal]:
 
 @pytest.fixture
 def open_chat() -> Iterator[OpenTerminal]:
-    """Opens a chat with the given arguments; every process has ended after the test."""
+    """Opens a chat with the given arguments, up to its first prompt; every process has ended after the test."""
     with ExitStack() as opened:
 
-        def open_(*arguments: str, ignoring: bool = False) -> Terminal:
+        def open_(*arguments: str, ignoring: bool = False, first: str = "\n" + PROMPT) -> Terminal:
             command = [*EDGE_RUN, *arguments]
-            return opened.enter_context(terminal(ignoring_ctrl_c(command) if ignoring else command))
+            chat = opened.enter_context(terminal(ignoring_ctrl_c(command) if ignoring else command))
+            chat.first = chat.until(first)
+            return chat
 
         yield open_
 
@@ -116,7 +120,6 @@ def test_the_prefix_of_a_system_message_is_kept_on_disk_with_the_chat(
     for option, number in (("--no-save", 0), ("--save", 1)):
         system = "the one who is on to the other " * 8
         chat = open_chat(str(tiny_bundle), "-n", "4", "--ignore-eos", "--spec", "off", "--system", system, option)
-        chat.until("\n" + PROMPT)
         chat.type("hello\n")
         chat.until("hello\n")
         chat.until(PROMPT)  # the answer may be empty
@@ -128,7 +131,7 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     # Without drafting the model's speed is not measured, whose progress would be shown and erased around an answer. A
     # speed that was measured before would not do: one that other programs disturbed is measured again.
     chat = open_chat(str(tiny_bundle), "-n", "8", "--spec", "off")
-    assert "/help for help" in chat.until("\n" + PROMPT)
+    assert "/help for help" in chat.first
     assert "/save PATH" in chat.say("/help")
     assert "no answer yet" in chat.say("/stats")
     first = chat.say("the other is that the other")
@@ -153,8 +156,8 @@ def test_a_conversation_with_every_command(open_chat: OpenTerminal, tiny_bundle:
     assert chat.say("the other")
     chat.quit()
 
-    resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"), "--no-save")
-    resumed.until(f"> the other is that the other\n{first}\n" + PROMPT)
+    shown = f"> the other is that the other\n{first}\n{PROMPT}"
+    resumed = open_chat(str(tiny_bundle), "-n", "8", "--resume", str(tmp_path / "chat.kv"), "--no-save", first=shown)
     resumed.say("again")
     assert "reused" in resumed.say("/stats")
     resumed.type("\x04")
@@ -169,7 +172,6 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
     path.chmod(0o644)
     folder.mkdir()
     chat = open_chat(str(tiny_bundle), "-n", "2")
-    chat.until("\n" + PROMPT)
     chat.say("the other")
     for answer in ("n", "", "\x04"):
         chat.type(f"/save {path}\n")
@@ -197,7 +199,6 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tmp_path: Path) -> None:
     chat = open_chat(str(write_endless_bundle(tmp_path)), "-t", "1", "--seed", "1")
-    chat.until("\n" + PROMPT)
     for _ in range(2):
         chat.type("the\n")
         chat.until("the\n")
@@ -216,7 +217,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tm
 def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_path: Path) -> None:
     bundle = str(write_endless_bundle(tmp_path))
     chat = open_chat(bundle, "-t", "1", "--seed", "1", "-n", "100", ignoring=True)
-    chat.until("\n" + PROMPT)
     chat.type("the\n")
     chat.until("the\n")
     assert chat.until_something()
@@ -237,7 +237,6 @@ def test_a_chat_starts_where_python_has_no_readline(tiny_bundle: Path) -> None:
 
 def test_a_line_that_ends_in_a_backslash_continues(open_chat: OpenTerminal, tiny_bundle: Path) -> None:
     chat = open_chat(str(tiny_bundle), "-n", "4")
-    chat.until("\n" + PROMPT)
     chat.type("the\\\n")
     chat.until("  ")
     chat.type("other\n")
@@ -292,6 +291,6 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
 def test_options_that_need_a_prompt_are_refused_in_a_chat(
     open_chat: OpenTerminal, tiny_bundle: Path, options: list[str]
 ) -> None:
-    chat = open_chat(str(tiny_bundle), *options)
-    assert f"edge-run: error: {options[0]} needs a prompt; give -p TEXT" in chat.until("standard input")
+    chat = open_chat(str(tiny_bundle), *options, first="standard input")
+    assert f"edge-run: error: {options[0]} needs a prompt; give -p TEXT" in chat.first
     assert chat.end() == 2
