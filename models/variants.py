@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -74,19 +74,15 @@ class GraphFiles:
     """The graph for passes without a cache, if that is another one."""
     embedding: str | None = None
     """The graph that turns token ids into the embeddings that `graph` takes, if that is another one."""
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    files: GraphFiles
-    precision: str
+    precision: str = field(default=_NO_SUFFIX, compare=False)
     """One of `_PRECISIONS`."""
-    device: DeviceKind | None
+    device: DeviceKind | None = field(default=None, compare=False)
     """Kind of device that the folder's name mentions."""
 
     @property
     def folder(self) -> PurePosixPath:
-        return PurePosixPath(self.files.graph).parent
+        """The folder of the graph."""
+        return PurePosixPath(self.graph).parent
 
     def rank(self, kind: DeviceKind) -> tuple[int, int, bool, int]:
         """Return the sort key for a kind of device; the lowest is the best."""
@@ -136,18 +132,17 @@ def choose_graph(
     ranks = {candidate: candidate.rank(kind) for candidate in meant}
     best = [candidate for candidate in meant if ranks[candidate] == min(ranks.values())]
     if len(best) > 1:
-        among = ", ".join(sorted(labels.get(candidate, candidate.files.graph) for candidate in best))
+        among = ", ".join(sorted(labels.get(candidate, candidate.graph) for candidate in best))
         raise BundleError(f"{where} has several graphs that suit equally well", f"name one of {among}")
-    files_of_best = best[0].files
-    embedding = embedding_name(files_of_best.graph)
+    chosen = best[0]
+    embedding = embedding_name(chosen.graph)
     if embedding is not None and PurePosixPath(embedding) in paths:
-        files_of_best = replace(files_of_best, embedding=embedding)
-    folder = best[0].folder
-    part = _find_component([path for path in paths if path.parent == folder and path.suffix == ".onnx"])
-    takes_text = files_of_best.embedding is not None and part is not None and part[1] in _WITH_TEXT
-    if part is not None and not takes_text and names.get(folder) != part[0].name:
+        chosen = replace(chosen, embedding=embedding)
+    part = _find_component([path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"])
+    takes_text = chosen.embedding is not None and part is not None and part[1] in _WITH_TEXT
+    if part is not None and not takes_text and names.get(chosen.folder) != part[0].name:
         raise _not_a_text_decoder(part, where)
-    return files_of_best
+    return chosen
 
 
 def embedding_name(graph: str) -> str | None:
@@ -168,34 +163,31 @@ def variant_of(files: Iterable[str], graph: str, named: Mapping[str, str] | None
     if graph == "model.onnx" and PurePosixPath(_EDGE_MANIFEST) in paths:
         return ""
     labels = _labels(_candidates(paths, {PurePosixPath(folder): name for folder, name in (named or {}).items()}))
-    return next((label for one, label in labels.items() if one.files.graph == graph), "") if len(labels) > 1 else ""
+    return next((label for one, label in labels.items() if one.graph == graph), "") if len(labels) > 1 else ""
 
 
-def _candidates(paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str]) -> list[_Candidate]:
+def _candidates(paths: Sequence[PurePosixPath], named: Mapping[PurePosixPath, str]) -> list[GraphFiles]:
     folders = {path.parent for path in paths if path.suffix == ".onnx"}
     return [candidate for folder in sorted(folders) for candidate in _in_folder(folder, paths, named.get(folder))]
 
 
-def _in_folder(folder: PurePosixPath, paths: Sequence[PurePosixPath], named: str | None) -> list[_Candidate]:
+def _in_folder(folder: PurePosixPath, paths: Sequence[PurePosixPath], named: str | None) -> list[GraphFiles]:
     """List a folder's decoders: the one its configuration names, else those with known names, else all graphs."""
     graphs = [path for path in paths if path.parent == folder and path.suffix == ".onnx"]
     if named is not None:
         graphs = [path for path in graphs if path.name == named]
-        return [_candidate(GraphFiles(str(path)), _precision_of(path.stem)) for path in graphs]
-    by_precision: dict[str, dict[str, str]] = {}
+        return [_candidate(path) for path in graphs]
+    by_precision: dict[str, dict[str, PurePosixPath]] = {}
     for path in graphs:
         if match := _GRAPH_NAME.fullmatch(path.stem):
-            by_precision.setdefault(match[2] or "", {})[match[1]] = str(path)
+            by_precision.setdefault(match[2] or "", {})[match[1]] = path
     if by_precision:
         candidates = []
-        for precision, names in by_precision.items():
+        for names in by_precision.values():
             best = next(name for name in _GRAPHS if name in names)
-            prefill = names.get(_WITHOUT_PAST) if best == _WITH_PAST else None
-            candidates.append(_candidate(GraphFiles(names[best], prefill), precision))
+            candidates.append(_candidate(names[best], names.get(_WITHOUT_PAST) if best == _WITH_PAST else None))
         return candidates
-    return [
-        _candidate(GraphFiles(str(path)), _precision_of(path.stem)) for path in graphs if not _find_component([path])
-    ]
+    return [_candidate(path) for path in graphs if not _find_component([path])]
 
 
 def _precision_of(stem: str) -> str:
@@ -203,25 +195,25 @@ def _precision_of(stem: str) -> str:
     return next((precision for precision in _PRECISIONS if stem.endswith(f"_{precision}")), "")
 
 
-def _candidate(files: GraphFiles, suffix: str) -> _Candidate:
+def _candidate(graph: PurePosixPath, prefill: PurePosixPath | None = None) -> GraphFiles:
     """Determine the precision, from the name's suffix or else the folders, and the device."""
-    folder = PurePosixPath(files.graph).parent
-    words = [word for part in reversed(folder.parts) for word in re.split(r"[-_. ]", part.lower())]
+    suffix = _precision_of(graph.stem)
+    words = [word for part in reversed(graph.parent.parts) for word in re.split(r"[-_. ]", part.lower())]
     device = next((_DEVICE_WORDS[word] for word in words if word in _DEVICE_WORDS), None)
     precision = suffix or next((_PRECISION_WORDS[word] for word in words if word in _PRECISION_WORDS), _NO_SUFFIX)
     if not suffix and precision == "q4" and device is DeviceKind.GPU:
         precision = "q4f16"  # GPU builds compute in half precision
-    return _Candidate(files, precision, device)
+    return GraphFiles(str(graph), None if prefill is None else str(prefill), precision=precision, device=device)
 
 
-def _labels(candidates: Sequence[_Candidate]) -> dict[_Candidate, str]:
+def _labels(candidates: Sequence[GraphFiles]) -> dict[GraphFiles, str]:
     """Name each candidate as briefly as distinguishes it from the others."""
-    namings: tuple[Callable[[_Candidate], str], ...] = (
+    namings: tuple[Callable[[GraphFiles], str], ...] = (
         lambda one: one.precision if str(one.folder) in (".", "onnx") else one.folder.name,
-        lambda one: PurePosixPath(one.files.graph).stem if str(one.folder) in (".", "onnx") else str(one.folder),
-        lambda one: one.files.graph.removesuffix(".onnx"),
+        lambda one: PurePosixPath(one.graph).stem if str(one.folder) in (".", "onnx") else str(one.folder),
+        lambda one: one.graph.removesuffix(".onnx"),
     )
-    labels: dict[_Candidate, str] = {}
+    labels: dict[GraphFiles, str] = {}
     for naming in namings:
         names = [naming(one) for one in candidates]
         labels |= {
@@ -232,19 +224,17 @@ def _labels(candidates: Sequence[_Candidate]) -> dict[_Candidate, str]:
     return labels
 
 
-def _matching(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate]:
+def _matching(variant: str, labels: Mapping[GraphFiles, str]) -> list[GraphFiles]:
     """Return the candidates that match a variant's name, by the strictest comparison that matches any."""
     wanted = variant.strip("/").lower()
     precisions = _SYNONYMS.get(wanted, frozenset({wanted}))
-    comparisons: tuple[Callable[[_Candidate], bool], ...] = (
-        lambda one: (
-            wanted in (labels[one].lower(), one.files.graph.lower(), one.files.graph.removesuffix(".onnx").lower())
-        ),
+    comparisons: tuple[Callable[[GraphFiles], bool], ...] = (
+        lambda one: wanted in (labels[one].lower(), one.graph.lower(), one.graph.removesuffix(".onnx").lower()),
         lambda one: one.precision == wanted,
         lambda one: one.precision in precisions,
         lambda one: wanted in str(one.folder).lower().split("/"),
         lambda one: wanted in str(one.folder).lower(),
-        lambda one: wanted in PurePosixPath(one.files.graph).stem.lower(),
+        lambda one: wanted in PurePosixPath(one.graph).stem.lower(),
     )
     for matches in comparisons:
         if found := [candidate for candidate in labels if matches(candidate)]:
@@ -252,15 +242,14 @@ def _matching(variant: str, labels: Mapping[_Candidate, str]) -> list[_Candidate
     return []
 
 
-def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[_Candidate]:
+def _by_file_name(variant: str, paths: Sequence[PurePosixPath]) -> list[GraphFiles]:
     """Return the graphs with this file name, whatever precision it mentions."""
     wanted = variant.strip("/").lower().removesuffix(".onnx")
     found = []
     for path in paths:
         if path.suffix == ".onnx" and wanted in (path.stem.lower(), str(path.with_suffix("")).lower()):
             first = path.with_name(path.name.replace(_WITH_PAST, _WITHOUT_PAST))
-            files = GraphFiles(str(path), str(first) if first != path and first in paths else None)
-            found.append(_candidate(files, _precision_of(path.stem)))
+            found.append(_candidate(path, first if first != path and first in paths else None))
     return found
 
 
