@@ -15,7 +15,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 from ...errors import EdgeError
 from ..scheduling.work_thread import WorkThread
 from .drafters.draft_model import DraftModel
-from .drafters.model import ModelDrafter, Path
+from .drafters.model import Path
 from .growth import TreeGrowth
 from .tree import Tree
 
@@ -61,57 +61,6 @@ class PassesAhead(NamedTuple):
 NOTHING_AHEAD: Final = PassesAhead()
 
 
-class Continuation:
-    """Continues every outcome of a verification with the draft model's most probable tokens.
-
-    A path has all tokens after the sequence that is known now.
-
-    Args:
-        tree: the draft that is verified.
-        growth: how it was grown.
-        drafter: the draft model.
-    """
-
-    def __init__(self, tree: Tree, growth: TreeGrowth, drafter: ModelDrafter) -> None:
-        self._tree = tree
-        self._growth = growth
-        self._drafter = drafter
-        self._drafted: set[Path] = set()
-
-    def outcomes(self) -> Iterable[tuple[float, Path]]:
-        """Likely outcomes of the verification and their probabilities.
-
-        After every node of the tree, these are the candidates that are not its children, and the path itself for any
-        other token.
-        """
-        tree, growth = self._tree, self._growth
-        tokens, parents, probabilities = tree.token_ids, tree.parent_nodes, tree.path_probs
-        paths: list[Path] = [()]
-        grown = [0]
-        for node in range(1, len(tree)):
-            # Candidates are kept by node of the tree before pruning.
-            child = growth.tree.child(grown[parents[node]], tokens[node])
-            paths.append((*paths[parents[node]], tokens[node]))
-            grown.append(-1 if child is None else child)
-        self._drafted = set(paths)
-        found: list[tuple[float, Path]] = []
-        for path, place, probability in zip(paths, grown, probabilities, strict=True):
-            unknown = 1.0
-            for token, prediction in growth.candidates.get(place, ()):
-                unknown -= prediction.probability
-                if (*path, token) not in self._drafted:
-                    found.append((probability * prediction.probability, (*path, token)))
-            if not self._drafter.has_logits(path):
-                found.append((probability * max(unknown, 0.0), path))
-        return found
-
-    def next_tokens(self, path: Path) -> Sequence[tuple[int, float]]:
-        """Likely next tokens after a path that the target is not verifying, and their probabilities."""
-        top = self._drafter.top_tokens(path, _CHILDREN, self._drafter.temperature)
-        pairs = zip(*top, strict=True)
-        return [(token, probability) for token, probability in pairs if (*path, token) not in self._drafted]
-
-
 class DraftAhead:
     """Runs the draft model of one sequence ahead: `start` with the target's pass, `stop` after it, then `settle`.
 
@@ -137,11 +86,12 @@ class DraftAhead:
         self._ends = 0.0
         self._curve: Sequence[float] = ()
 
-    def start(self, continuation: Continuation, length: int, target_s: float, longest: int) -> None:
+    def start(self, draft: Tree, growth: TreeGrowth, length: int, target_s: float, longest: int) -> None:
         """Begin to run ahead, in the thread, unless a step of the model is too short for that to gain anything.
 
         Args:
-            continuation: what may come after the verification that begins now.
+            draft: what the target verifies from now on.
+            growth: how it was grown.
             length: number of tokens of the sequence.
             target_s: expected seconds of the target's pass.
             longest: number of tokens of the longest path after which another token may be drafted.
@@ -155,7 +105,7 @@ class DraftAhead:
         self._ran.clear()
         self._idle.acquire()
         try:
-            self._thread.submit(lambda: self._work(continuation))
+            self._thread.submit(lambda: self._work(draft, growth))
         except RuntimeError as error:
             self._idle.release()
             _log.warning("the draft model does not run ahead: %s", error)
@@ -207,15 +157,15 @@ class DraftAhead:
         error, self._error = self._error, None
         return ran, error
 
-    def _work(self, continuation: Continuation) -> None:
+    def _work(self, draft: Tree, growth: TreeGrowth) -> None:
         try:
-            self._run(continuation)
+            self._run(draft, growth)
         except BaseException as error:  # noqa: BLE001  raised where the answer is read
             self._error = error
         finally:
             self._idle.release()
 
-    def _run(self, continuation: Continuation) -> None:
+    def _run(self, draft: Tree, growth: TreeGrowth) -> None:
         model = self._model
         while (missing := model.pending) > _CATCH_UP:
             tokens = self._affordable(missing)
@@ -225,7 +175,8 @@ class DraftAhead:
             model.catch_up(tokens)
             if model.pending == before:
                 return
-        heap = [(-chance, number, path) for number, (chance, path) in enumerate(continuation.outcomes())]
+        outcomes, drafted = self._outcomes(draft, growth)
+        heap = [(-chance, number, path) for number, (chance, path) in enumerate(outcomes)]
         heapify(heap)
         pushed = len(heap)
         while heap and not self._stopped:
@@ -237,11 +188,38 @@ class DraftAhead:
             if not model.has_logits(path) and not self._is_worth(-negative, self._seconds(model.width(path))):
                 return
             before = model.passes
-            for token, chance in continuation.next_tokens(path):
-                pushed += 1
-                heappush(heap, (negative * chance, pushed, (*path, token)))
+            for token, chance in zip(*model.top_tokens(path, _CHILDREN, model.temperature), strict=True):
+                if (*path, token) not in drafted:
+                    pushed += 1
+                    heappush(heap, (negative * chance, pushed, (*path, token)))
             if model.passes > before:
                 self._ran.append(path)
+
+    def _outcomes(self, draft: Tree, growth: TreeGrowth) -> tuple[list[tuple[float, Path]], set[Path]]:
+        """Likely outcomes of the verification and their probabilities; and the paths that the target verifies.
+
+        A path has all tokens after the sequence that is known now. After every node of the draft, the outcomes are the
+        candidates that are not its children, and the path itself for any other token.
+        """
+        tokens, parents = draft.token_ids, draft.parent_nodes
+        paths: list[Path] = [()]
+        grown = [0]
+        for node in range(1, len(draft)):
+            # Candidates are kept by node of the tree before pruning.
+            child = growth.tree.child(grown[parents[node]], tokens[node])
+            paths.append((*paths[parents[node]], tokens[node]))
+            grown.append(-1 if child is None else child)
+        drafted = set(paths)
+        found: list[tuple[float, Path]] = []
+        for path, place, probability in zip(paths, grown, draft.path_probs, strict=True):
+            unknown = 1.0
+            for token, prediction in growth.candidates.get(place, ()):
+                unknown -= prediction.probability
+                if (*path, token) not in drafted:
+                    found.append((probability * prediction.probability, (*path, token)))
+            if not self._model.has_logits(path):
+                found.append((probability * max(unknown, 0.0), path))
+        return found, drafted
 
     def _seconds(self, width: int) -> float:
         return self._curve[min(width, _WIDEST) - 1]

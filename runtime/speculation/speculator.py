@@ -13,7 +13,7 @@ from typing import Final
 from ..graph.bound_graph import ALONE
 from ..sampling.sampler import Logits
 from ..sampling.token_mask import TokenConstraint
-from .draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
+from .draft_ahead import NOTHING_AHEAD, DraftAhead
 from .drafters.interface import Drafter
 from .drafters.model import ModelDrafter
 from .growth import TokenPrices, TreeGrowth, prune
@@ -193,11 +193,11 @@ class Speculator:
         draft.draft_s += draft.ahead.waited_s
         draft.host_s = time.perf_counter() - started - draft.draft_s
         growth, worthwhile = draft.growth, self.mixer.model_value.gain >= _LEAST_GAIN
-        if self._ahead is not None and self.model is not None and growth is not None and worthwhile:
-            continuation = Continuation(draft.tree, growth, self.model)
+        if self._ahead is not None and growth is not None and worthwhile:
             target_s = self._curve[min((replay or 0) + len(draft.tree), len(self._curve)) - 1]
             # Behind a path that leaves room for one token only, nothing is drafted.
-            self._ahead.start(continuation, len(self._token_ids), target_s, min(max_tokens, room) - 2)
+            longest = min(max_tokens, room) - 2
+            self._ahead.start(draft.tree, growth, len(self._token_ids), target_s, longest)
         return draft
 
     def verify(

@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation import draft_ahead
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.draft_ahead import NOTHING_AHEAD, Continuation, DraftAhead
+from edgerun.runtime.speculation.draft_ahead import NOTHING_AHEAD, DraftAhead
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
+from edgerun.runtime.speculation.growth import TreeGrowth
 from edgerun.runtime.speculation.speculator import Speculator
+from edgerun.runtime.speculation.tree import Tree
 from support.adversarial_drafters import FixedCost, check_rounds
 from support.emulated_graph import EmulatedGraph, Floats, LogitsAfter, Text
 from support.tiny_models import write_bundle
@@ -80,9 +83,9 @@ class PacedAhead(DraftAhead):
         self._budget = budget
         self._left = 0
 
-    def start(self, continuation: Continuation, length: int, target_s: float, longest: int) -> None:
+    def start(self, *args: Any) -> None:
         self._left = self._budget()
-        super().start(continuation, length, target_s, longest)
+        super().start(*args)
 
     def _is_worth(self, chance: float, seconds: float) -> bool:
         self._left -= 1
@@ -254,24 +257,17 @@ def test_errors_in_the_thread_surface_where_the_answer_is_read(error: Exception)
 
 
 def test_an_answer_that_has_ended_is_not_spoilt_by_its_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    pair = Pair(DRAFTS["oracle"], lambda: 3)
+    def failing(text: Text) -> Floats:
+        raise EdgeError("the device is gone", "plug it in")
+
+    pair = Pair(failing, lambda: 3)
     pair.model.reset([3, 4, 5])
-    pair.ahead.start(_Failing(), 3, 1.0, 9)
+    pair.ahead.start(Tree.anchor_only(5), TreeGrowth((), None, pair.speculator.mixer), 3, 1.0, 9)
     pair.ahead.wait()
     pair.ahead.end()
     assert "the draft model failed after the last token: the device is gone" in caplog.text
     assert pair.ahead.settle([3, 4, 5, 6]) == NOTHING_AHEAD
     pair.thread.close()
-
-
-class _Failing:
-    """A continuation whose only path fails."""
-
-    def outcomes(self) -> list[tuple[float, Text]]:
-        return [(1.0, (1, 1, 1))]
-
-    def next_tokens(self, path: Text) -> list[tuple[int, float]]:
-        raise EdgeError("the device is gone", "plug it in")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
