@@ -242,7 +242,6 @@ def run_tools(
         for call in reply.tool_calls:
             if stopped():
                 return ToolRun(reply, tuple(messages), rounds)
-            allowed = approve is None or approve(call)
-            content = by_name[call.name].result(call.values) if allowed else DECLINED
+            content = by_name[call.name].result(call.values) if approve is None or approve(call) else DECLINED
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
         rounds += 1
