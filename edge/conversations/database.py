@@ -352,7 +352,5 @@ def _code(error: sqlite3.Error) -> int | None:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the database is damaged, and not just a full-text index, which can be made again."""
-    if (code := _code(error)) is None:
-        return str(error).startswith("Could not decode to UTF-8")
-    return code in _DAMAGED and error.sqlite_errorcode != sqlite3.SQLITE_CORRUPT_VTAB
+    code = _code(error)
+    return str(error).startswith("Could not decode to UTF-8") if code is None else code in _DAMAGED

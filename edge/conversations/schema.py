@@ -2,7 +2,6 @@
 
     conversation 1 --- n message 1 --- n token_part
     preset, setting
-    unindexed: messages that the full-text index (message_search.py) does not have as they are
 
 A message names its parent; several messages with one parent are alternatives. What is deleted has the time of its
 deletion, and a message also the message with which it was deleted, so that undoing brings back exactly these.
@@ -77,31 +76,21 @@ STEPS: Final[tuple[tuple[str, ...], ...]] = (
         "CREATE TABLE preset (name TEXT PRIMARY KEY, system TEXT NOT NULL, sampling TEXT NOT NULL)",
         "CREATE TABLE setting (name TEXT PRIMARY KEY, value TEXT NOT NULL)",
     ),
-    (
-        "CREATE TABLE unindexed (message INTEGER PRIMARY KEY)",
-        """
-        CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
-            INSERT OR IGNORE INTO unindexed VALUES (new.number);
-        END
-        """,
-        """
-        CREATE TRIGGER message_changed AFTER UPDATE OF content, deleted ON message BEGIN
-            INSERT OR IGNORE INTO unindexed VALUES (new.number);
-        END
-        """,
-        """
-        CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
-            INSERT OR IGNORE INTO unindexed VALUES (old.number);
-        END
-        """,
-    ),
+    (),
     (
         "ALTER TABLE conversation ADD COLUMN tools TEXT",
         "ALTER TABLE conversation ADD COLUMN allowed_tools TEXT",
         "ALTER TABLE message ADD COLUMN rounds TEXT",
     ),
+    (
+        *(f"DROP TRIGGER IF EXISTS message_{what}" for what in ("added", "changed", "removed")),
+        "DROP TABLE IF EXISTS unindexed",
+    ),
 )
-"""Statements that bring a database from each version to the next; the first step begins with an empty one."""
+"""Statements that bring a database from each version to the next; the first step begins with an empty one.
+
+Versions 2 and 3 had a full-text index and a list of the messages that it lacked; the last step removes both.
+"""
 VERSION: Final = len(STEPS)
 """Version of the tables that this program reads and writes."""
 TABLES: Final = ("conversation", "message", "token_part", "preset", "setting")
@@ -131,6 +120,8 @@ def migrate(database: sqlite3.Connection) -> None:
             if version_of(database) == version:
                 for statement in STEPS[version]:
                     database.execute(statement)
+                with suppress(sqlite3.DatabaseError):  # there is none, or Python has no FTS5, which it belongs to
+                    database.execute("DROP TABLE message_index")
                 database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 database.execute(f"PRAGMA user_version = {version + 1}")
             database.execute("COMMIT")

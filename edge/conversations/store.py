@@ -15,7 +15,7 @@ from ...errors import ConversationError
 from ...models.user_folders import data_folder
 from .conversation_table import as_json, reads, writes
 from .database import IN_MEMORY, ConversationDatabase
-from .message_search import search_messages, update_index
+from .message_search import search_messages
 from .message_table import MessageTable, checked_content, encoded_rounds, is_running
 from .records import CallRound, ChangeKind, Conversation, MessageState, Role, SearchHit, StoredMessage, valid_text
 from .transfer import as_json_file, as_markdown, insert_conversation, read_json, read_markdown
@@ -47,8 +47,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     def __init__(self, path: Path | None = None, notice: Callable[[str], None] = _log.warning) -> None:
         super().__init__(ConversationDatabase(data_folder() / FILE_NAME if path is None else path, notice))
         try:
-            if self._purge(time.time() - KEPT_DAYS * 86_400):
-                update_index(self.database)
+            self._purge(time.time() - KEPT_DAYS * 86_400)
             self._interrupt_abandoned()
         except BaseException:
             self.database.close()
@@ -251,10 +250,10 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         return bool(answers)
 
     @writes
-    def _purge(self, before: float) -> bool:
-        """Remove for good what was deleted before a time; whether there was anything."""
-        conversations = self.sql("DELETE FROM conversation WHERE deleted < ?", before).rowcount
-        return conversations + self.sql("DELETE FROM message WHERE deleted < ?", before).rowcount > 0
+    def _purge(self, before: float) -> None:
+        """Remove for good what was deleted before a time."""
+        self.sql("DELETE FROM conversation WHERE deleted < ?", before)
+        self.sql("DELETE FROM message WHERE deleted < ?", before)
 
     def _interrupt_abandoned(self) -> bool:
         """Mark answers as interrupted whose process has ended meanwhile; whether there were any."""

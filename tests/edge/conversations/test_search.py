@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.conversations import message_search
-from edgerun.edge.conversations.message_search import full_text_available
+from edgerun.edge.conversations.message_search import query_words
 from edgerun.edge.conversations.store import ConversationStore
 
 TEXTS = (
@@ -23,16 +18,6 @@ TEXTS = (
     "x\0after the end",
     "emoji 😀😀 here",
 )
-
-
-@pytest.fixture(params=["index", "no index"], autouse=True)
-def index(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs with the full-text index, and as in a build of Python without it."""
-    if request.param == "no index":
-        monkeypatch.setattr(message_search, "full_text_available", lambda: False)
-    elif not full_text_available():
-        pytest.skip("this build of Python has no FTS5")
-    return str(request.param)
 
 
 @pytest.fixture
@@ -123,26 +108,4 @@ def test_every_query_finds_the_text_that_contains_it(store: ConversationStore, q
     conversation = store.create(title="\u2603")
     message = store.add_message(conversation.id, None, "user", f"a {query} b")
     hits = [hit.message for hit in store.search(query)]
-    assert hits[:1] == ([message.id] if message_search.query_words(query) else [])
-
-
-def test_a_damaged_index_is_made_again(filled: ConversationStore, index: str) -> None:
-    if index == "no index":
-        pytest.skip("there is no index")
-    assert len(filled.search("files")) == 3
-    with closing(sqlite3.connect(filled.path)) as connection:
-        connection.execute("DELETE FROM message_index_data WHERE id > 10")
-        connection.commit()
-    for _ in range(2):
-        assert found(filled, "files") == [TEXTS[1], TEXTS[0]]
-
-
-def test_an_index_comes_back_after_a_program_without_it(filled: ConversationStore, tmp_path: Path) -> None:
-    if not full_text_available():
-        pytest.skip("this build of Python has no FTS5")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(message_search, "full_text_available", lambda: False)
-        (conversation,) = filled.conversations()
-        filled.add_message(conversation.id, None, "user", "written without an index")
-        assert found(filled, "written without") == ["written without an index"]
-    assert found(filled, "written without") == ["written without an index"]
+    assert hits[:1] == ([message.id] if query_words(query) else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,26 @@ def test_a_database_of_version_1_opens_with_everything(version_1: Path) -> None:
         assert (conversation.tools, second.rounds) == ((), ())
         assert store.change(conversation.id, tools=["clock/now"]).tools == ("clock/now",)
     assert version_of(version_1) == schema.VERSION
+
+
+def test_a_database_loses_the_full_text_index_that_version_3_had(version_1: Path) -> None:
+    with closing(sqlite3.connect(version_1)) as connection:
+        noted = "AFTER INSERT ON message BEGIN INSERT OR IGNORE INTO unindexed VALUES (new.number); END"
+        for statement in (
+            "CREATE TABLE unindexed (message INTEGER PRIMARY KEY)",
+            f"CREATE TRIGGER message_added {noted}",
+            *schema.STEPS[2],
+            "PRAGMA user_version = 3",
+        ):
+            connection.execute(statement)
+        with suppress(sqlite3.OperationalError):  # this build of Python has no FTS5
+            connection.execute("CREATE VIRTUAL TABLE message_index USING fts5 (content, tokenize = 'trigram')")
+    with ConversationStore(version_1, pytest.fail) as store:
+        store.add_message(store.conversations()[0].id, None, "user", "more")
+        assert len(store.search("more")) == 1
+    with closing(sqlite3.connect(version_1)) as connection:
+        names = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type != 'index'")}
+    assert names == set(schema.TABLES)
 
 
 def test_a_step_that_fails_leaves_the_version_before(version_1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
