@@ -19,12 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EdgeError, UnknownIdError
 from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
-from ..server.http_messages import (
-    JsonResponse,
-    RefusedError,
-    error_response,
-    read_body,
-)
+from ..server.http_messages import JsonResponse, RefusedError, error_response, read_body
 from ..server.server_settings import ServerSettings
 from ..service.body_decoder import decode_body
 from ..service.request_error import ErrorCode, RequestError
@@ -46,24 +41,6 @@ Its parameters say what it takes: the parts of the path that vary, `query` (the 
 either `body`, a struct, or the fields of the body, of which none other is allowed. A request without a body has no
 fields.
 """
-
-
-def query_number(query: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """A parameter after the question mark that is an integer of 1 to `most`.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    text = query.get(name, str(default))
-    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else ""
-    if not digits or len(digits) > len(str(most)) or int(digits) > most:
-        raise invalid(name, f"{name} is {text!r:.50}", f"it must be 1 to {most}")
-    return int(digits)
-
-
-def invalid(param: str, what: str, hint: str) -> RequestError:
-    """The error for a parameter or field whose value cannot be used."""
-    return RequestError(what, hint, code=ErrorCode.INVALID_VALUE, param=param)
 
 
 def not_found(what: str, hint: str = "") -> RefusedError:

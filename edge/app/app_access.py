@@ -38,7 +38,6 @@ TOKEN_LIFE_S: Final = 300.0
 SESSION_LIFE_S: Final = 30 * 24 * 3600
 """Seconds for which a browser that has opened the app may come back."""
 OPEN_PATH: Final = "/open"
-_MAX_TOKENS: Final = 64
 _KEY_FILE: Final = "app.key"
 _SECRET_BYTES: Final = 32
 _LOCK_FILE: Final = "app.lock"
@@ -82,17 +81,14 @@ class AppAccess:
         """Whether the app is ending, and lets nobody in any more."""
         self._secret: Final = secret
         self._lock: Final = threading.Lock()
-        self._tokens: Final[dict[str, float]] = {}
+        self._tokens: dict[str, float] = {}
 
     def new_token(self) -> str:
         """A token that opens the app once, within a few minutes."""
         token = secrets.token_urlsafe(24)
         now = time.monotonic()
         with self._lock:
-            for old in [old for old, until in self._tokens.items() if until < now]:
-                del self._tokens[old]
-            while len(self._tokens) >= _MAX_TOKENS:
-                del self._tokens[next(iter(self._tokens))]
+            self._tokens = {old: until for old, until in self._tokens.items() if until >= now}
             self._tokens[token] = now + TOKEN_LIFE_S
         return token
 

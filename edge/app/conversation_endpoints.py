@@ -26,14 +26,13 @@ from ..conversations.records import (
     StoredMessage,
     as_object,
 )
-from ..service.request_error import RequestError
+from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
-from .api_endpoint import ApiRoute, invalid, query_number
+from .api_endpoint import ApiRoute
 from .app_context import AppContext
 from .generations import Generations, writing_error
 from .message_generation import Decision
 
-_MAX_HITS: Final = 200
 _MAX_VARIANTS: Final = 8
 """Largest number of answers that one request asks for."""
 _IMPORT_CHARACTERS: Final = 64_000_000
@@ -209,8 +208,7 @@ class _ConversationEndpoints:
         return any(status.loaded and status.id == model for status in self._context.pool.status())
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
-        limit = query_number(query, "limit", 50, _MAX_HITS)
-        return {"hits": [as_object(hit) for hit in self._store.search(query.get("q", ""), limit)]}
+        return {"hits": [as_object(hit) for hit in self._store.search(query.get("q", ""))]}
 
     def export(self, conversation_id: str, query: Mapping[str, str]) -> Response:
         conversation = self._store.conversation(conversation_id)
@@ -296,7 +294,8 @@ class _ConversationEndpoints:
         return {"answer": as_object(answer)}
 
     def stop(self, message_id: str) -> dict[str, Any]:
-        self._generations.stop(self._store.message(message_id).id)
+        if (generation := self._generations.live(self._store.message(message_id).id)) is not None:
+            generation.cancellation.cancel()
         return {}
 
     def decide(self, message_id: str, call: str, decision: Decision) -> dict[str, Any]:

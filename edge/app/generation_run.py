@@ -26,6 +26,7 @@ from ..conversations.answering import END_STATES, fit_context, is_small_talk, st
 from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
+from .models.model_catalog import record_speed
 from .tools.mcp_connection import ServerTool
 
 _log: Final = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ class GenerationRun:
                     cancelled = chunk.finish_reason is FinishReason.CANCELLED
                     each.state = each.state_if_cancelled if cancelled else END_STATES[chunk.finish_reason]
                     each.stats = self._stats(chunk.stats, fit.trimmed, engine)
+                    record_speed(self._context, self._model or "", chunk.stats)
                     yield each
         if any(each.state is None for each in generations):
             raise CancelledError("the answer has no end")

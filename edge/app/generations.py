@@ -45,8 +45,9 @@ class Generations:
         return bool(self._live)
 
     def live(self, message_id: str) -> MessageGeneration | None:
-        """The generation of the message with an id, if it is in progress."""
-        return self._live.get(message_id)
+        """The generation of the message with an id, if it is in progress, also one that is beginning."""
+        with self._lock:
+            return self._live.get(message_id)
 
     def all(self, conversation_id: str | None = None) -> list[MessageGeneration]:
         """All generations, or those of a conversation, in progress, also one that is beginning."""
@@ -131,13 +132,6 @@ class Generations:
             self._context.events.publish("message", message=as_object(resumed))
             self._start([resumed], question, tokens, message.model)
         return resumed
-
-    def stop(self, message_id: str) -> None:
-        """End a generation after its current pass; a message that has ended stays as it is."""
-        with self._lock:
-            generation = self.live(message_id)
-        if generation is not None:
-            generation.cancellation.cancel()
 
     def interrupt_all(self) -> None:
         """Begin no further messages, and end those in progress as interrupted."""

@@ -67,9 +67,8 @@ class MessageGeneration:
         self._lock: Final = threading.Condition()
         """Guards all that follows, and the order of the events of this message."""
         self._decisions: Final[dict[str, Decision]] = {}
-        self._published = message.content
-        self._rounds = message.rounds
-        self._pending = ""
+        self._published = len(message.content)
+        """Number of characters of the content that the windows have."""
         self._sequence = 0
         self._tokens = 0
         self._started = self._published_at = time.monotonic()
@@ -86,10 +85,11 @@ class MessageGeneration:
         """
         self._written, self.calls, self.state = ReasoningText(), [], None
         content = self._written.push(parts.reasoning, parts.text)
-        self.writer = MessageWriter(self._store, self.id, content, tokens, self.writer.rounds)
         with self._lock:
-            if content != self._published:
-                self._published = content
+            known = self.writer.content[: self._published]
+            self.writer = MessageWriter(self._store, self.id, content, tokens, self.writer.rounds)
+            self._published = len(content)
+            if content != known:
                 self._events.publish("message", message=self._as_known(self.message))
 
     def add(self, chunk: Chunk) -> None:
@@ -98,15 +98,13 @@ class MessageGeneration:
         Raises:
             ConversationError: the message was deleted, or the file cannot be written.
         """
-        text = self._written.push(chunk.reasoning, chunk.text)
         self.calls += chunk.tool_calls
-        self.writer.add(chunk, text)
+        self.writer.add(chunk, self._written.push(chunk.reasoning, chunk.text))
         now = time.monotonic()
         with self._lock:
             if self._first_token is None:
                 self._first_token = now
             self._tokens, self._stage = chunk.completion_tokens, {}
-            self._pending += text
             if now - self._published_at >= _PUBLISH_S:
                 self._publish_pending()
 
@@ -118,7 +116,7 @@ class MessageGeneration:
         """
         self.writer.begin_round(rounds)
         with self._lock:
-            self._rounds, self._published, self._pending, self._stage = tuple(rounds), "", "", {}
+            self._published, self._stage = 0, {}
             self._tokens, self._first_token = 0, None  # what it writes next has a rate of its own
             self._events.publish("message", message=self._as_known(self.message))
 
@@ -179,16 +177,15 @@ class MessageGeneration:
 
     def _publish_pending(self) -> None:
         """Tell the windows what has been added; the lock is held."""
-        if self._pending:
+        if text := self.writer.content[self._published :]:
             self._sequence += 1
             self._published_at = time.monotonic()
-            text, self._pending = self._pending, ""
-            self._published += text
+            self._published += len(text)
             fields = {"conversation": self.conversation, "message": self.id, "sequence": self._sequence}
             self._events.publish("delta", **fields, text=text, rate=self._rate())
 
     def _as_known(self, message: StoredMessage) -> dict[str, Any]:
-        return as_object(replace(message, content=self._published, rounds=self._rounds))
+        return as_object(replace(message, content=self.writer.content[: self._published], rounds=self.writer.rounds))
 
     def _rate(self) -> dict[str, Any]:
         first = self._first_token

@@ -70,7 +70,6 @@ class _StateEndpoints:
         preset: str,
         system: str = "",
         sampling: Mapping[str, Any] = MappingProxyType({}),
-        name: str = "",  # noqa: ARG002  what counts is the name in the path
     ) -> dict[str, Any]:
         saved = Preset(preset, system, checked_sampling(sampling))
         self._store.save_preset(saved)

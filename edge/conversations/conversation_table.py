@@ -263,45 +263,33 @@ def checked_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that users set, as columns.
 
     Raises:
-        ConversationError: a field is unknown, or its value is not valid.
+        ConversationError: a value is not valid.
     """
-    if unknown := sorted(set(fields) - set(_CHECKS)):
-        raise ConversationError(f"a conversation has no field {unknown[0]!r} to set", f"fields: {', '.join(_CHECKS)}")
     return {name: _CHECKS[name](value, name) for name, value in fields.items()}
 
 
-def checked_line(value: Any, name: str) -> str:
+def checked_line(value: str, name: str) -> str:
     """A text of one line, as it is stored.
 
     Raises:
-        ConversationError: it is not text, or too long.
+        ConversationError: it is too long.
     """
     line = " ".join(_text(value, name).split())
     require_length(len(line), MAX_TITLE, name)
     return line
 
 
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ConversationError(f"{name} is {type(value).__name__}", "it must be text")
+def _text(value: str, name: str) -> str:
     require_length(len(value), MAX_TEXT, name)
     return valid_text(value)
 
 
-def _line_or_none(value: Any, name: str) -> str | None:
+def _line_or_none(value: str | None, name: str) -> str | None:
     return None if value is None else checked_line(value, name) or None
 
 
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConversationError(f"{name} is {value!r}", "it must be true or false")
-    return value
-
-
-def _sampling(value: Any, name: str = "sampling") -> str:
+def _sampling(value: Mapping[str, Any], _name: str = "sampling") -> str:
     """Sampling options as JSON text; those that are None are left out."""
-    if not isinstance(value, Mapping):
-        raise ConversationError(f"{name} is {type(value).__name__}", "it must be an object of options")
     given = {name: each for name, each in value.items() if each is not None}
     if unknown := sorted(str(name) for name in given if name not in SAMPLING_FIELDS):
         raise ConversationError(f"sampling has no {unknown[0]!r}", f"it has {', '.join(SAMPLING_FIELDS)}")
@@ -317,10 +305,8 @@ def _sampling(value: Any, name: str = "sampling") -> str:
     return as_json(given, "sampling")
 
 
-def _tools(value: Any, name: str) -> str:
+def _tools(value: Sequence[str], name: str) -> str:
     """Ids of tools as JSON text."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ConversationError(f"{name} is {type(value).__name__}", "it must be a list of ids of tools")
     ids = list(dict.fromkeys(checked_line(each, name) for each in value))
     if len(ids) > MAX_TOOLS:
         raise ConversationError(f"{name} has {len(ids)} tools", f"at most {MAX_TOOLS} are offered to a model")
@@ -330,7 +316,7 @@ def _tools(value: Any, name: str) -> str:
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "title": checked_line,
     "folder": _line_or_none,
-    "pinned": _flag,
+    "pinned": lambda value, _: value,
     "system": _text,
     "sampling": _sampling,
     "model": _line_or_none,

@@ -19,11 +19,10 @@ from .generation_fields import (
     StreamOptions,
     TokenLimit,
     Verbosity,
-    generate_options,
+    generation_request,
     same,
     template_variables,
     wanted_logprobs,
-    wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, conversation, tool_mappings
 from .request_error import invalid
@@ -33,7 +32,6 @@ class ChatBody(ConversationFields, kw_only=True):
     """Body of a chat completion."""
 
     messages: Annotated[list[AnyMessage], about("The conversation.")]
-    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
         about("Largest number of tokens to generate; the default, and -1, is the rest of the context."),
@@ -46,7 +44,6 @@ class ChatBody(ConversationFields, kw_only=True):
     top_logprobs: Annotated[
         Alternatives | None, about("Number of likely tokens to return at each position, 0 to 20; needs logprobs.")
     ] = None
-    stream: Annotated[bool | None, about("Whether to send the answer while it is generated.")] = None
     stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
     tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call, for its chat template.")] = (
         None
@@ -82,8 +79,9 @@ def parse_chat(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
     fields = decode_body(body, ChatBody)
     tools = tool_mappings(fields.tools)
     messages, answer_start = _continued(fields, conversation(fields.messages))
-    options = generate_options(
+    return generation_request(
         fields,
+        (messages,),
         {
             "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
             "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
@@ -91,14 +89,7 @@ def parse_chat(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
             "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
             "answer_start": answer_start,
         },
-    )
-    return GenerationRequest(
-        model=fields.model,
-        prompts=(messages,),
-        options=options,
-        stream=bool(fields.stream),
-        num_ctx=fields.num_ctx,
-        include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
+        fields.stream_options,
     )
 
 

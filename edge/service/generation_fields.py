@@ -92,9 +92,11 @@ class SamplingFields(FormatFields, kw_only=True):
     ] = None
 
 
-class AcceptedFields(SamplingFields, kw_only=True):
-    """Fields that clients send to other servers; they do not change an answer."""
+class RequestFields(SamplingFields, kw_only=True):
+    """What all bodies of generating requests have, and what clients send to other servers and changes no answer."""
 
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
+    stream: Annotated[bool | None, about("Whether to send the answer while it is generated.")] = None
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
     safety_identifier: Annotated[str | None, about("Accepted; does not change the answer.")] = None
     metadata: Annotated[dict[str, str] | None, about("Accepted; does not change the answer.")] = None
@@ -121,7 +123,7 @@ class AcceptedFields(SamplingFields, kw_only=True):
     ] = None
 
 
-class ConversationFields(AcceptedFields, kw_only=True):
+class ConversationFields(RequestFields, kw_only=True):
     """Fields of requests with a conversation."""
 
     tool_choice: Annotated[
@@ -231,24 +233,46 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     return GenerateOptions(**values)
 
 
+def generation_request(
+    fields: RequestFields,
+    prompts: Sequence[Prompt | tuple[int, ...]],
+    others: Mapping[str, Any],
+    stream_options: StreamOptions | None = None,
+    repeated: Mapping[str, Any] | None = None,
+) -> GenerationRequest:
+    """The request of a body.
+
+    Args:
+        fields: the body.
+        prompts: what is answered.
+        others: further options by their name; None for options that were not given.
+        stream_options: what a stream contains besides the answer.
+        repeated: fields that the response object repeats.
+
+    Raises:
+        RequestError: an option cannot be used, or there are options for a stream, and no stream is wanted.
+    """
+    options = generate_options(fields, others)
+    if stream_options is not None and not fields.stream:
+        hint = "set stream to true, or leave stream_options out"
+        raise invalid("stream_options", "stream_options are given without stream", hint)
+    return GenerationRequest(
+        model=fields.model,
+        prompts=prompts,
+        options=options,
+        stream=bool(fields.stream),
+        include_usage=bool(stream_options and stream_options.include_usage),
+        num_ctx=fields.num_ctx,
+        repeated=repeated or {},
+    )
+
+
 def template_variables(given: Mapping[str, Any] | None, effort: str | None) -> Mapping[str, Any] | None:
     """The option of this name: an effort of reasoning under all names that templates have for it, and what is given."""
     if effort is None:
         return given
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **(given or {})}
-
-
-def wants_usage(options: StreamOptions | None, *, stream: bool) -> bool:
-    """Whether a stream ends with the usage.
-
-    Raises:
-        RequestError: there are options for a stream, and no stream is wanted.
-    """
-    if options is not None and not stream:
-        hint = "set stream to true, or leave stream_options out"
-        raise invalid("stream_options", "stream_options are given without stream", hint)
-    return bool(options and options.include_usage)
 
 
 def wanted_logprobs(alternatives: int | None, field: str, *, wanted: bool) -> int | None:

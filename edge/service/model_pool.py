@@ -68,8 +68,6 @@ class PooledModel:
     bytes: int = 0
     """Its share of the budget."""
     load_s: float = 0.0
-    used_at: int = 0
-    """Number of the last use, counted over all models."""
     last_used: float = 0.0
     idle_since: float = 0.0
     listeners: dict[int, Progress] = field(default_factory=dict)
@@ -131,7 +129,6 @@ class ModelPool:
         self._changed: Final = threading.Condition()
         """Guards all that follows, and is notified of every change."""
         self._models: Final[dict[str, PooledModel]] = {}
-        self._uses = 0
         self._threads: Final[set[threading.Thread]] = set()
         self._timer: threading.Thread | None = None
         self._closed = False
@@ -227,7 +224,7 @@ class ModelPool:
     def status(self) -> tuple[ModelState, ...]:
         """The models that are in memory or being loaded, the least recently used first."""
         with self._changed:
-            models = sorted(self._models.values(), key=lambda model: model.used_at)
+            models = sorted(self._models.values(), key=lambda model: model.idle_since)
             return tuple(model.status() for model in models if model.engine is not None or model.attempt is not None)
 
     def close(self) -> None:
@@ -327,7 +324,7 @@ class ModelPool:
                 if not self._fits(needed, kept := [other for other in others if other.kept]):
                     raise self._no_room(model, needed, kept, ErrorCode.BUSY)
                 if self._fits(needed, [other for other in others if not other.idle]):
-                    self._unload(min((other for other in others if other.idle), key=lambda other: other.used_at))
+                    self._unload(min((other for other in others if other.idle), key=lambda other: other.idle_since))
                 else:
                     self._changed.wait()
 
@@ -382,8 +379,7 @@ class ModelPool:
 
     def _touch(self, model: PooledModel) -> None:
         """Note that the use of a model begins or ends now; the lock is held."""
-        self._uses += 1
-        model.used_at, model.last_used, model.idle_since = self._uses, time.time(), time.monotonic()
+        model.last_used, model.idle_since = time.time(), time.monotonic()
         self._changed.notify_all()
 
     def _notify(self) -> None:

@@ -17,7 +17,7 @@ from .generation_fields import (
     PositiveInt,
     ReasoningEffort,
     Verbosity,
-    generate_options,
+    generation_request,
     template_variables,
     wanted_logprobs,
 )
@@ -129,12 +129,10 @@ class ResponsesBody(ConversationFields, kw_only=True):
         str | list[MessageItem | CallItem | CallOutputItem | ReasoningItem],
         about("What the user says, or the conversation: messages, function calls and their results."),
     ]
-    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     instructions: Annotated[str | None, about("The system message.")] = None
     max_output_tokens: Annotated[
         PositiveInt | None, about("Largest number of tokens to generate; the default is the rest of the context.")
     ] = None
-    stream: Annotated[bool | None, about("Whether to send events while the answer is generated.")] = None
     stream_options: Annotated[ResponsesStreamOptions | None, about("What a stream contains besides.")] = None
     tools: Annotated[list[ResponseTool] | None, about("Functions that the model may call, for its chat template.")] = (
         None
@@ -175,8 +173,9 @@ def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
     check_count("tools", len(fields.tools or ()), MAX_TOOLS)
     included, reasoning = fields.include or (), fields.reasoning or Reasoning()
     shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
-    options = generate_options(
+    return generation_request(
         fields,
+        (_conversation(fields),),
         {
             "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
             "max_tokens": fields.max_output_tokens,
@@ -184,13 +183,6 @@ def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
             "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
             "response_format": response_format(fields, None if fields.text is None else fields.text.format),
         },
-    )
-    return GenerationRequest(
-        model=fields.model,
-        prompts=(_conversation(fields),),
-        options=options,
-        stream=bool(fields.stream),
-        num_ctx=fields.num_ctx,
         repeated=_repeated(fields),
     )
 

@@ -12,19 +12,18 @@ from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from .body_decoder import StrictStruct, about, decode_body
 from .generation_fields import (
-    AcceptedFields,
     Alternatives,
     BestOfField,
     ChoicesField,
     EarlyStopField,
     GenerationRequest,
     PositiveInt,
+    RequestFields,
     StreamOptions,
     TokenLimit,
     check_option,
-    generate_options,
+    generation_request,
     same,
-    wants_usage,
 )
 from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
 from .request_error import ErrorCode, RequestError, invalid, unsupported
@@ -62,11 +61,10 @@ def texts_or_ids(param: str, given: TextsOrIds) -> tuple[TextOrIds, ...]:
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
 
 
-class CompletionBody(AcceptedFields, kw_only=True):
+class CompletionBody(RequestFields, kw_only=True):
     """Body of a text completion."""
 
     prompt: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
-    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     max_tokens: Annotated[
         TokenLimit | None,
         about(
@@ -80,7 +78,6 @@ class CompletionBody(AcceptedFields, kw_only=True):
         Alternatives | None,
         about("Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
     ] = None
-    stream: Annotated[bool | None, about("Whether to send the answer while it is generated.")] = None
     stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
     echo: Annotated[bool | None, about("Answers do not repeat the prompt.", False)] = None
     suffix: Annotated[None, about("Not supported: text is only generated after a prompt.")] = None
@@ -89,21 +86,9 @@ class CompletionBody(AcceptedFields, kw_only=True):
 def parse_completion(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
     """Decode the body of text completions; arguments and errors as for `parse_chat`."""
     fields = decode_body(body, CompletionBody)
-    return GenerationRequest(
-        model=fields.model,
-        prompts=texts_or_ids("prompt", fields.prompt),
-        options=generate_options(
-            fields,
-            {
-                "max_tokens": _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens,
-                "logprobs": fields.logprobs,
-                "raw": True,
-            },
-        ),
-        stream=bool(fields.stream),
-        num_ctx=fields.num_ctx,
-        include_usage=wants_usage(fields.stream_options, stream=bool(fields.stream)),
-    )
+    max_tokens = _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
+    others = {"max_tokens": max_tokens, "logprobs": fields.logprobs, "raw": True}
+    return generation_request(fields, texts_or_ids("prompt", fields.prompt), others, fields.stream_options)
 
 
 class EmbeddingBody(StrictStruct):
@@ -167,9 +152,8 @@ class TokenizeRequest:
     """A text or a conversation to turn into token ids."""
 
     model: str | None
-    text: str | None
-    """None where messages are given."""
-    messages: Sequence[Mapping[str, Any]] | None
+    prompt: str | Sequence[Mapping[str, Any]]
+    """A text, or messages."""
     options: GenerateOptions
     """Tools and variables of the chat template."""
     add_special: bool = False
@@ -181,9 +165,9 @@ class TokenizeRequest:
         Raises:
             TemplateError: the model has no chat template, or it refuses the messages.
         """
-        if self.messages is not None:
-            return engine.chat_prompt(self.messages, self.options).ids
-        return engine.tokenizer.encode(self.text or "", add_special_tokens=self.add_special)
+        if isinstance(self.prompt, str):
+            return engine.tokenizer.encode(self.prompt, add_special_tokens=self.add_special)
+        return engine.chat_prompt(self.prompt, self.options).ids
 
     @classmethod
     def parse(cls, body: bytes | str | Mapping[str, Any]) -> TokenizeRequest:
@@ -200,8 +184,7 @@ class TokenizeRequest:
         check_option("template_variables", fields.chat_template_kwargs, "chat_template_kwargs")
         return cls(
             model=fields.model,
-            text=text,
-            messages=None if fields.messages is None else conversation(fields.messages),
+            prompt=text if fields.messages is None else conversation(fields.messages),
             options=GenerateOptions(tools=tool_mappings(fields.tools), template_variables=fields.chat_template_kwargs),
             add_special=bool(same(fields, "add_special", "add_special_tokens")),
             with_pieces=bool(same(fields, "with_pieces", "return_token_strs")),

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
 
 from ....errors import InputError
 from ....models.find import BUNDLED_MODEL
@@ -45,7 +47,12 @@ class ExactnessChecks:
         """The check that runs or ran last, and the last report of each model."""
         return {"check": self._check or None, "reports": self._context.store.setting(_SETTING, {})}
 
-    def start(self, model: str | None = None, limit: int = 1, max_tokens: int = 48) -> dict[str, Any]:
+    def start(
+        self,
+        model: str | None = None,
+        limit: Annotated[int, Meta(ge=1, le=20)] = 1,
+        max_tokens: Annotated[int, Meta(ge=2, le=512)] = 48,
+    ) -> dict[str, Any]:
         """Begin a check.
 
         Args:
@@ -54,11 +61,9 @@ class ExactnessChecks:
             max_tokens: most tokens of an answer.
 
         Raises:
-            InputError: a check runs already, or a number is out of range.
+            InputError: a check runs already.
             RequestError: there is no such model.
         """
-        if not (1 <= limit <= 20 and 2 <= max_tokens <= 512):
-            raise InputError(f"limit is {limit} and max_tokens {max_tokens}", "give 1 to 20, and 2 to 512")
         entry = self._context.pool.offered.find(model)
         arguments = {
             "model": entry.source,

@@ -14,7 +14,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
 
 from ....errors import InputError
 from ....models.atomic import write_atomically
@@ -29,8 +31,6 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}[A-Za-z0-9]|[A-Za-z0
 _PACKAGES: Final = ("onnx", "threadpoolctl")
 """Packages of the extra that a test of the environment looks for."""
 _MAX_JOBS: Final = 20
-_MAX_TOKENS: Final = 1_000_000
-_BITS: Final = (2, 4, 8)
 
 
 @dataclass
@@ -82,7 +82,11 @@ class ExportJobs(WorkQueue[_ExportJob]):
         return {**self.list(), "folder": str(exports_folder()), "missing": missing, "install": INSTALL}
 
     def add(
-        self, source: str, name: str | None = None, bits: int | None = None, calibration_tokens: int | None = None
+        self,
+        source: str,
+        name: str | None = None,
+        bits: Literal[2, 4, 8] | None = None,
+        calibration_tokens: Annotated[int, Meta(ge=1)] | None = None,
     ) -> dict[str, Any]:
         """Queue an export.
 
@@ -100,10 +104,6 @@ class ExportJobs(WorkQueue[_ExportJob]):
         source = source.strip()
         if not source:
             raise InputError("the source is empty", "give a checkpoint folder, or org/name on the hub")
-        if bits is not None and bits not in _BITS:
-            raise InputError(f"bits is {bits}", "give 2, 4 or 8")
-        if calibration_tokens is not None and not 1 <= calibration_tokens <= _MAX_TOKENS:
-            raise InputError(f"calibration_tokens is {calibration_tokens}", f"give 1 to {_MAX_TOKENS}")
         last = re.split(r"[\\/]", source.rstrip("\\/"))[-1].partition(":")[0]
         chosen = (name or "").strip() or last.removesuffix(".gguf").removesuffix(".onnx")
         job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)

@@ -16,18 +16,21 @@ from ....models.find import BUNDLED_MODEL, exports_folder, is_on_hub
 from ....models.graph_files import find_graph
 from ....models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ....models.hub.local_store import Store
-from ....models.json_file import is_finite, is_whole
+from ....models.json_file import is_whole
 from ....models.manifest import MANIFEST_NAME, Manifest
 from ....models.regular_file import MAX_JSON_BYTES, read_regular
 from ....runtime.options import model_defaults
+from ....runtime.result import Stats
 from ....runtime.sampling.sampler import SamplingParams
 from ...conversations.store import ConversationStore
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
+from ..app_context import AppContext
 
 _SPEEDS: Final = "model_speeds"
 """Name of the setting that keeps the speeds of the last answers of each model."""
 _KEPT_SPEEDS: Final = 5
+_RECORDING: Final = threading.Lock()
 _LEAST_TOKENS: Final = 8
 """Shorter answers say little about a model's speed."""
 _MAX_MODELS: Final = 200
@@ -99,16 +102,6 @@ class ModelCatalog:
             )
         return found
 
-    def record_speed(self, model: str, tokens: object, tokens_per_second: Any) -> bool:
-        """Keep the speed of an answer; returns whether it was long enough to count."""
-        if not is_whole(tokens, _LEAST_TOKENS) or not is_finite(tokens_per_second) or not tokens_per_second:
-            return False
-        with self._lock:
-            known = self._store.setting(_SPEEDS, {})
-            known[model] = [*known.pop(model, [])[1 - _KEPT_SPEEDS :], round(float(tokens_per_second), 2)]
-            self._store.set_setting(_SPEEDS, dict(list(known.items())[-_MAX_MODELS:]))
-        return True
-
     def remove(self, name: str) -> int:
         """Unload a model that was downloaded or exported here, and remove its files; returns the bytes freed.
 
@@ -153,6 +146,16 @@ class ModelCatalog:
                 return self._read[key]
         except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
             return _UNKNOWN
+
+
+def record_speed(context: AppContext, model: str, stats: Stats) -> None:
+    """Keep the speed of an answer that is long enough to count, and tell the page."""
+    if stats.text_tokens >= _LEAST_TOKENS and (speed := stats.decode_tokens_per_second):
+        with _RECORDING:
+            known = context.store.setting(_SPEEDS, {})
+            known[model] = [*known.pop(model, [])[1 - _KEPT_SPEEDS :], round(speed, 2)]
+            context.store.set_setting(_SPEEDS, dict(list(known.items())[-_MAX_MODELS:]))
+        context.events.publish("models")
 
 
 def _read_files(graph: Path, folder: Path) -> dict[str, Any]:

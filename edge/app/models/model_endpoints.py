@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from msgspec import Meta
 from starlette.routing import Route
 
-from ....errors import ConversationError, InputError
+from ....errors import InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
-from ...conversations.records import Change, ChangeKind, MessageState, Role
+from ...conversations.records import Role
 from ..api_endpoint import ApiRoute, Handler
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
@@ -20,11 +20,10 @@ from .exactness_checks import ExactnessChecks
 from .export_jobs import ExportJobs
 from .model_catalog import ModelCatalog
 from .recommended import free_memory, recommend
-from .speed_comparison import DEFAULT_TOKENS, SpeedComparisons
+from .speed_comparison import MAX_TOKENS, SpeedComparisons
 
 _MOST_FOUND: Final = 20
 """Most models that a search of the hub lists."""
-_MAX_OBSERVED: Final = 200
 
 
 class ModelServices:
@@ -36,16 +35,12 @@ class ModelServices:
 
     def __init__(self, context: AppContext) -> None:
         self.context: Final = context
-        pool, store = context.pool, context.store
-        pool.offered.local = True
-        self.catalog: Final = ModelCatalog(pool, store)
+        context.pool.offered.local = True
+        self.catalog: Final = ModelCatalog(context.pool, context.store)
         self.downloads: Final = DownloadQueue(context)
         self.exports: Final = ExportJobs("export", "job", context.events)
         self.comparisons: Final = SpeedComparisons(context)
         self.exactness: Final = ExactnessChecks(context)
-        self._observed: Final[deque[tuple[str, Any]]] = deque(maxlen=_MAX_OBSERVED)
-        """Ids and times of the last answers whose speed was kept: a message may change again."""
-        self._stop_observing: Final = store.listen(self._observe)
 
     def models(self) -> dict[str, Any]:
         """All models."""
@@ -95,7 +90,7 @@ class ModelServices:
         prompt: str | None = None,
         conversation: str | None = None,
         model: str | None = None,
-        max_tokens: int = DEFAULT_TOKENS,
+        max_tokens: Annotated[int, Meta(ge=2, le=MAX_TOKENS)] = 256,
     ) -> object:
         """Begin a comparison, of a prompt or of the last question of a conversation."""
         if (prompt is None) == (conversation is None):
@@ -113,26 +108,8 @@ class ModelServices:
 
     def close(self) -> None:
         """End what works in the background: downloads and exports, the comparison and the check."""
-        self._stop_observing()
         for each in (self.comparisons, self.exactness, self.exports, self.downloads):
             each.close()
-
-    def _observe(self, change: Change) -> None:
-        """Keep the speed of an answer that has ended."""
-        if change.kind is not ChangeKind.MESSAGE or change.message_id is None:
-            return
-        try:
-            message = self.context.store.message(change.message_id)
-        except ConversationError:  # deleted meanwhile
-            return
-        if message.role is not Role.ASSISTANT or message.state is MessageState.WRITING or not message.stats:
-            return
-        answer, stats = (message.id, message.stats.get("total_s")), message.stats
-        if message.model is None or answer in self._observed:
-            return
-        self._observed.append(answer)
-        if self.catalog.record_speed(message.model, stats.get("tokens"), stats.get("tokens_per_second")):
-            self.context.events.publish("models")
 
 
 def model_routes(services: ModelServices) -> list[Route]:

@@ -107,13 +107,9 @@ def test_pinned_conversations_come_first_then_the_latest(store: ConversationStor
 def test_fields_that_are_refused(store: ConversationStore) -> None:
     conversation = store.create(title="kept")
     refused: tuple[tuple[dict[str, object], str], ...] = (
-        ({"colour": "red"}, "a conversation has no field 'colour' to set; fields: title"),
-        ({"pinned": 1}, "pinned is 1; it must be true or false"),
-        ({"title": 1}, "title is int; it must be text"),
         ({"title": "x" * 300}, "title has 300 characters; at most 200 are kept"),
         ({"sampling": {"top": 1}}, "sampling has no 'top'; it has temperature"),
         ({"sampling": {"temperature": -1}}, "sampling: temperature"),
-        ({"sampling": []}, "sampling is list; it must be an object of options"),
     )
     for fields, said in refused:
         for attempt in (partial(store.create, **fields), partial(store.change, conversation.id, **fields)):

@@ -178,10 +178,10 @@ def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
         TokenizeRequest.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
     )
     request = TokenizeRequest.parse({"content": "a"})
-    assert (request.text, request.messages, request.add_special, request.with_pieces) == ("a", None, False, False)
-    assert TokenizeRequest.parse({"content": ""}).text == ""
+    assert (request.prompt, request.add_special, request.with_pieces) == ("a", False, False)
+    assert TokenizeRequest.parse({"content": ""}).prompt == ""
     request = TokenizeRequest.parse({"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}})
-    assert (request.text, request.messages) == (None, [USER])
+    assert request.prompt == [USER]
     assert request.options.template_variables == {"enable_thinking": True}
     for tokens in ([1, 2], []):
         assert decode_body({"tokens": tokens}, DetokenizeBody).tokens == tokens

@@ -151,7 +151,7 @@ def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) 
     assert (got["prompt"], got["model"]) == ("what of the thing", "bundle")
     wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] == "done")
     assert refused(client, "/api/comparisons", {"model": "bundle"}).startswith("a comparison needs a prompt")
-    assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}) == "max_tokens is 1; give 2 to 2048"
+    assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}).endswith("it must be at least 2")
     assert refused(client, "/api/comparisons", {**body, "prompt": " "}) == "the prompt is empty; write one"
 
 
