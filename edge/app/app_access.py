@@ -22,7 +22,7 @@ from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import Scope
 
 from ...errors import EdgeError
@@ -31,7 +31,7 @@ from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
 from ..server.http_messages import JsonResponse, RefusedError, UnreadBodyResponse
-from .page_files import entrance_page, passage_page
+from .page_files import PASSAGE, entrance_page
 
 TOKEN_LIFE_S: Final = 300.0
 """Seconds for which a one-time token is valid."""
@@ -55,10 +55,7 @@ def session_secret(folder: Path) -> bytes:
         OSError: it cannot be read or written.
     """
     path = folder / _KEY_FILE
-    try:
-        secret = path.read_bytes()
-    except FileNotFoundError:
-        secret = b""
+    secret = path.read_bytes() if path.exists() else b""
     if len(secret) != _SECRET_BYTES:
         secret = secrets.token_bytes(_SECRET_BYTES)
         write_atomically(path, secret, private=True)
@@ -121,7 +118,7 @@ class AppAccess:
                 return RedirectResponse("/", HTTPStatus.SEE_OTHER)
             return entrance_page("This link has been used already, or is more than a few minutes old.")
         foreign = request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}
-        response = passage_page() if foreign else RedirectResponse("/", HTTPStatus.SEE_OTHER)
+        response = HTMLResponse(PASSAGE) if foreign else RedirectResponse("/", HTTPStatus.SEE_OTHER)
         session = self.new_session()
         response.set_cookie(self.cookie_name, session, max_age=SESSION_LIFE_S, httponly=True, samesite="strict")
         return response

@@ -109,7 +109,7 @@ class AppService:
         """Look for what other processes have written, in a thread of its own."""
         while not self._ending.wait(_POLL_S):
             try:
-                if self.context.events.listening and self.context.store.changed_elsewhere():
+                if self.context.events.listening and self.context.store.database.changed_elsewhere():
                     self.context.events.publish("reload")
             except EdgeError as error:
                 _log.info("the store cannot be watched: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from ...runtime.tools.answer_parts import AnswerParts
 from ...runtime.tools.calls import joined_calls
 from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
 from ..conversations.answering import END_STATES, fit_context, is_small_talk, stats_object, takes_calls
+from ..conversations.conversation_table import parsed
 from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
@@ -261,11 +261,7 @@ def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, 
         calls = tuple(changed if each.id == call.id else each for each in last.calls)
         generation.set_rounds([*before, structs.replace(last, calls=calls)])
 
-    try:
-        values = json.loads(call.arguments)
-    except ValueError:
-        values = {}
-    values = values if isinstance(values, dict) else {}
+    values = values if isinstance(values := parsed(call.arguments, {}), dict) else {}
     problem = f"there is no tool {call.name} any more" if tool is None else tool.problem(values)
     if tool is None or problem:
         show(CallState.FAILED, f"error: {problem}")

@@ -114,20 +114,16 @@ def entrance_page(problem: str, status: int = HTTPStatus.FORBIDDEN) -> Response:
     return HTMLResponse(_ENTRANCE.format(problem=text), status)
 
 
-def passage_page() -> HTMLResponse:
-    """A page that goes on to the app by itself.
-
-    A browser that follows a link of another site, such as a terminal in a web page, sends no SameSite=Strict cookies
-    with the requests that the link is redirected to; it does with those that a page of the app makes.
-    """
-    return HTMLResponse(_PASSAGE)
-
-
-_PASSAGE: Final = """<!doctype html>
+PASSAGE: Final = """<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=/"><title>edge-run</title></head>
 <body><p><a href="/">Open edge-run</a></p></body>
 </html>
+"""
+"""A page that goes on to the app by itself.
+
+A browser that follows a link of another site, such as a terminal in a web page, sends no SameSite=Strict cookies with
+the requests that the link is redirected to; it does with the requests of a page of the app.
 """
 _ENTRANCE: Final = """<!doctype html>
 <html lang="en">

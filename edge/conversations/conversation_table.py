@@ -213,14 +213,14 @@ class ConversationTable:
             _text(preset.system, "system"),
             _sampling(preset.sampling),
         )
-        self.note(ChangeKind.PRESETS)
+        self.note(ChangeKind.SETTINGS)
 
     @writes
     def delete_preset(self, name: str) -> None:
         """Remove a preset."""
         if not self.sql("DELETE FROM preset WHERE name = ?", valid_text(name)).rowcount:
             raise UnknownIdError("preset", name)
-        self.note(ChangeKind.PRESETS)
+        self.note(ChangeKind.SETTINGS)
 
     @reads
     def setting(self, name: str, default: Any = None) -> Any:

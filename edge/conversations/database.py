@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from itertools import count
+from datetime import datetime
 from pathlib import Path
-from typing import Final, NoReturn, TypeVar
+from typing import Final, TypeVar
 
 from ...errors import ConversationError
 from ...models.file_system import is_in_use, locked, move
@@ -30,6 +29,7 @@ _OPENING_S: Final = 60.0
 _ATTEMPTS: Final = 3
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _HINTS: Final = {
+    **dict.fromkeys(_DAMAGED, ("it is damaged, and so is what was made of it", "restore it from a backup")),
     sqlite3.SQLITE_FULL: ("the disk is full", "free some space and try again"),
     sqlite3.SQLITE_IOERR: ("the disk refused to read or write", "look at the disk's health and free space"),
     sqlite3.SQLITE_READONLY: ("it may only be read", "give yourself the permission to write it and its folder"),
@@ -38,6 +38,7 @@ _HINTS: Final = {
     sqlite3.SQLITE_BUSY: ("another program has been writing to it for long", "try again"),
     sqlite3.SQLITE_LOCKED: ("another program has been writing to it for long", "try again"),
 }
+_SETTINGS: Final = ("synchronous = full", "foreign_keys = on", "secure_delete = on")
 _LOG: Final = ("-wal", "-shm")
 """Ends of the names of a database's log and of the index of the log."""
 IN_MEMORY: Final = Path(":memory:")
@@ -149,9 +150,10 @@ class ConversationDatabase:
                     self._set_aside()
             return work(self._connected())
         except sqlite3.DatabaseError as error:
-            if _code(error) is None:  # a mistake in the program
+            if (code := _code(error)) is None:  # a mistake in the program
                 raise
-            self._refuse(error)
+            what, hint = _HINTS.get(code, (str(error), ""))
+            raise ConversationError(f"{self.path}: {what}", hint) from error
         except OSError as error:
             if is_in_use(error):
                 raise ConversationError(
@@ -162,13 +164,6 @@ class ConversationDatabase:
                 f"conversations cannot be kept in {folder}: {reason}",
                 "give yourself the permission to write there, or name another folder with EDGERUN_HOME",
             ) from error
-
-    def _refuse(self, error: sqlite3.DatabaseError) -> NoReturn:
-        code = _code(error)
-        what, hint = _HINTS.get(code or 0, (str(error), ""))
-        if code in _DAMAGED:
-            what, hint = "it is damaged, and so is what was made of it", "restore it from a backup"
-        raise ConversationError(f"{self.path}: {what}", hint) from error
 
     def _connected(self) -> sqlite3.Connection:
         """The connection, to the file that now has the path: another process may have set the former one aside."""
@@ -294,13 +289,8 @@ class ConversationDatabase:
 
     def _free_name(self) -> Path:
         """A name for a damaged file that no file has."""
-        stamp = time.strftime("%Y-%m-%d-%H%M%S")
-        for number in count(1):
-            end = f"-{number}" if number > 1 else ""
-            path = self.path.with_name(f"{self.path.stem}.damaged-{stamp}{end}{self.path.suffix}")
-            if not path.exists():
-                break
-        return path
+        stamp = f"{datetime.now().astimezone():%Y-%m-%d-%H%M%S-%f}"
+        return self.path.with_name(f"{self.path.stem}.damaged-{stamp}{self.path.suffix}")
 
     def _rename_files(self, target: Path, ends: Sequence[str]) -> None:
         for end in ends:
@@ -322,10 +312,8 @@ def connect(path: Path, *, log: bool = True) -> sqlite3.Connection:
     """
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute(f"PRAGMA journal_mode = {'wal' if log else 'delete'}")
-        connection.execute("PRAGMA synchronous = full")
-        connection.execute("PRAGMA foreign_keys = on")
-        connection.execute("PRAGMA secure_delete = on")
+        for setting in (f"journal_mode = {'wal' if log else 'delete'}", *_SETTINGS):
+            connection.execute(f"PRAGMA {setting}")
         connection.create_function("holds", 2, _holds, deterministic=True)
     except BaseException:
         connection.close()

@@ -254,7 +254,6 @@ class ChangeKind(StrEnum):
     CONVERSATION_DELETED = "conversation_deleted"
     MESSAGE = "message"
     MESSAGE_DELETED = "message_deleted"
-    PRESETS = "presets"
     SETTINGS = "settings"
 
 

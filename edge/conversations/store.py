@@ -58,11 +58,6 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         """A store that is gone when it is closed; nothing of it is written to a disk."""
         return cls(IN_MEMORY)
 
-    @property
-    def path(self) -> Path:
-        """The file; `:memory:` for a store in memory."""
-        return self.database.path
-
     def messages(self, conversation_id: str) -> list[StoredMessage]:
         """All messages of a conversation, in the order in which they were added; their parents make them a tree.
 
@@ -132,10 +127,6 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
             stats: statistics, a JSON object.
             error: why it failed, in a sentence.
         """
-        if state is MessageState.WRITING:
-            raise ConversationError(
-                "a finished answer cannot be in the state writing", "give the state in which it ended"
-            )
         message = self.message(message_id)
         self._require_writable(message)
         self.sql(
@@ -220,10 +211,6 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
             name: name of the file, which is the title if the text has none.
         """
         return self._imported(insert_conversation(self, read_markdown(text, name), name))
-
-    def changed_elsewhere(self) -> bool:
-        """Whether another process (or another store in this one) has changed the file since the last call."""
-        return self.database.changed_elsewhere()
 
     def close(self) -> None:
         """Mark unfinished answers of this store as interrupted and close the file; a second call does nothing."""

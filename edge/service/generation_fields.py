@@ -63,12 +63,6 @@ def option_meta(name: str, *, extension: bool = False) -> Meta:
 
 
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
-_OPTIONS: Final = (
-    *("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("top_k", "min_p", "repeat_penalty", "ignore_eos", "overflow", "exact"),
-    *("n", "best_of", "early_stop", "tool_choice", "parallel_tool_calls"),
-)
-"""Fields that are options of `GenerateOptions`; the last ones are not in every body."""
 
 
 class SamplingFields(FormatFields, kw_only=True):
@@ -206,20 +200,19 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
 
     Args:
         fields: the body.
-        others: further options by their name; None for options that were not given.
+        others: options by their name that are not fields, or have another form there; None where they were not given.
 
     Raises:
         RequestError: a value is out of range, or fewer answers are to be generated than returned; the error names its
             field.
     """
-    given = {name: getattr(fields, name, None) for name in _OPTIONS} | dict(others)
+    given = {name: getattr(fields, name, None) for name in options_of(GenerateOptions)} | dict(others)
     n, best_of = given["n"], given["best_of"]
     if best_of is not None and best_of < (n or 1):
         hint = "best_of is the number of answers to generate, n that of the best to return"
         raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
-    if given.get("response_format") is None:
-        given["response_format"] = response_format(fields)
+    given["response_format"] = others.get("response_format") or response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
     if values.get("max_tokens") == -1:
         del values["max_tokens"]

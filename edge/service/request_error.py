@@ -79,14 +79,11 @@ def unsupported(param: str, what: str, hint: str) -> RequestError:
     return RequestError(what, hint, code=ErrorCode.UNSUPPORTED_FIELD, param=param)
 
 
-_CODES: Final[tuple[tuple[type[EdgeError], ErrorCode], ...]] = (
+_CODES: Final[tuple[tuple[type[EdgeError] | tuple[type[EdgeError], ...], ErrorCode], ...]] = (
     (ContextError, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
     (TemplateError, ErrorCode.TEMPLATE),
     (BusyError, ErrorCode.BUSY),
-    (BundleError, ErrorCode.MODEL),
-    (CheckpointError, ErrorCode.MODEL),
-    (HubError, ErrorCode.MODEL),
-    (DeviceError, ErrorCode.MODEL),
+    ((BundleError, CheckpointError, HubError, DeviceError), ErrorCode.MODEL),
     (InputError, ErrorCode.INVALID_REQUEST),
     (EdgeError, ErrorCode.INTERNAL),
 )

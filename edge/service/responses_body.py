@@ -21,7 +21,7 @@ from .generation_fields import (
     template_variables,
     wanted_logprobs,
 )
-from .message_fields import MAX_MESSAGES, MAX_TOOLS, CacheBreakpoint, check_count, checked_messages
+from .message_fields import MAX_MESSAGES, MAX_TOOLS, CacheBreakpoint, FunctionDefinition, check_count, checked_messages
 from .request_error import invalid
 from .strict_json import read_object
 
@@ -88,15 +88,8 @@ class ReasoningItem(_Item, tag="reasoning"):
     encrypted_content: None = None
 
 
-class ResponseTool(StrictStruct, tag_field="type", tag="function"):
-    """A function that the model may call."""
-
-    name: str
-    parameters: dict[str, Any] | None = None
-    description: str | None = None
-    strict: Annotated[
-        bool | None, about("Only a tool_choice that makes the model call constrains arguments to the schema.", False)
-    ] = None
+class ResponseTool(FunctionDefinition, tag_field="type", tag="function", omit_defaults=False):
+    """A function that the model may call, in the form of the Responses API."""
 
 
 class TextConfig(StrictStruct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -113,8 +114,7 @@ def _parse(body: bytes | str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise RequestError(
             f"the key {shown(twice)} occurs twice in one object", "give it once", code=ErrorCode.INVALID_JSON
         )

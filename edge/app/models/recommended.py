@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import psutil
 
-from ....errors import BundleError
 from ....models.graph_variant import DeviceKind
 from ....models.hub.downloaded_model import DownloadedModel
 from ....models.user_text import format_bytes
@@ -31,14 +30,8 @@ def recommended_models() -> list[dict[str, Any]]:
     `memory_bytes` that it needs with a `context`: `disk_bytes + context * cache_bytes_per_token`. A model is
     recommended from `minimum_free_bytes` on: a quarter more, for the buffers of a pass. `quality` orders the models by
     their answers: larger is better.
-
-    Raises:
-        BundleError: the file of this installation is damaged.
     """
-    try:
-        models: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
-    except (OSError, ValueError, LookupError) as error:
-        raise BundleError(f"{_FILE.name} is damaged: {error}", "install edge-run again") from error
+    models: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
     return models
 
 

@@ -106,18 +106,13 @@ class _Race:
         pairs = zip(plain.text, drafted.text, strict=False)
         identical, at = plain.text == drafted.text, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return {
-            "key": self.key,
-            "model": self.model,
-            "prompt": self.prompt,
-            "max_tokens": self.max_tokens,
-            "state": self.state,
+            **{name: getattr(self, name) for name in ("key", "model", "prompt", "max_tokens", "state", "error")},
             "plain": plain.as_object(),
             "drafted": drafted.as_object(),
             "ratio": ratio,
             "identical": identical if ended else None,
             "differs_at": at if ended and not identical else None,
             "summary": self._summary(ratio, None if identical else at) if ended else "",
-            "error": self.error,
         }
 
     def _summary(self, ratio: float | None, differs_at: int | None) -> str:

@@ -66,10 +66,15 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
         generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
         stopping: list[threading.Thread] = []
 
+        def cancel(message_id: str) -> None:
+            generation = generations.live(message_id)
+            assert generation is not None
+            generation.cancellation.cancel()
+
         def stop(change: Change) -> None:
             message = None if change.message_id is None else store.message(change.message_id)
             if message is not None and message.state is MessageState.WRITING and not stopping:
-                stopping.append(threading.Thread(target=generations.stop, args=(message.id,)))
+                stopping.append(threading.Thread(target=cancel, args=(message.id,)))
                 stopping[0].start()
                 # It has to wait for the answer's beginning; without that it would be through here.
                 stopping[0].join(0.2)

@@ -65,17 +65,6 @@ def test_presets(page: Window) -> None:
     assert page.client.delete(f"/api/presets/{name}").status_code == 404
 
 
-def test_search_finds_messages(page: Window) -> None:
-    conversation = new_conversation(page.client, title="Groceries", sampling={"max_tokens": 2})
-    answer = send(page.client, conversation, "we need rhubarb and cream")
-    page.wait_for_end(answer["id"])
-    (hit,) = ask(page.client, "/api/search?q=rhubarb")["hits"]
-    assert (hit["conversation"], hit["message"], hit["title"]) == (conversation, answer["parent"], "Groceries")
-    assert "rhubarb" in hit["snippet"]
-    assert ask(page.client, "/api/search?q=nothing-like-it")["hits"] == []
-    assert ask(page.client, "/api/search?q=")["hits"] == []
-
-
 def test_tokens_are_counted_while_the_model_is_loaded(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 2})
     page.wait_for_end(send(page.client, conversation, "hello")["id"])
@@ -94,6 +83,8 @@ def test_conversations_are_exported_and_imported(page: Window, kind: str, suffix
     client = page.client
     conversation = new_conversation(client, title='A "title"/äö', sampling={"max_tokens": 3})
     answer = page.wait_for_end(send(client, conversation, "what is this?")["id"])
+    hits = ask(client, "/api/search?q=what+this")["hits"]
+    assert (conversation, answer["parent"]) in {(hit["conversation"], hit["message"]) for hit in hits}
     response = client.get(f"/api/conversations/{conversation}/export", params={"format": kind})
     disposition = response.headers["content-disposition"]
     assert disposition.startswith("attachment; ")

@@ -19,7 +19,7 @@ from support.chat_page import opened
 from support.page_server import page_server
 
 SHOW = """
-import { html, options, render } from "edgerun/preact";
+import { html, render } from "edgerun/preact";
 import { TokenView } from "/page/views/tokens.js";
 const root = document.getElementById("root");
 const answers = {};
@@ -31,13 +31,6 @@ window.fetch = async (path, options) => {
   if (id === "lost") return Response.json({ error }, { status: 404 });
   return Response.json({ tokens: answers[id] });
 };
-window.rendered = {};
-const before = options.__r;
-options.__r = (node) => {
-  const name = node.type.name || "anonymous";
-  window.rendered[name] = (window.rendered[name] ?? 0) + 1;
-  before?.(node);
-};
 window.branched = [];
 window.show = (id, content, tokens, state = "complete") => {
   answers[id] = tokens;
@@ -45,15 +38,6 @@ window.show = (id, content, tokens, state = "complete") => {
   render(null, root);
   const branch = (index, alternative) => window.branched.push([index, alternative]);
   render(html`<${TokenView} message=${{ id, content, state }} onBranch=${branch} />`, root);
-};
-window.showMany = (count) => {
-  // Sending them from the test takes seconds.
-  const tokens = Array.from({ length: count }, (_, id) => {
-    const text = id % 15 ? ` word${id}` : "\\n";
-    const logprob = Math.log(((id % 19) + 1) / 20);
-    return { id, text, logprob, top: [{ id, text, logprob }], kind: "decoded", drafter: null, rejected: null };
-  });
-  window.show("many", tokens.map((token) => token.text).join(""), tokens);
 };
 """
 BODY = '<link rel="stylesheet" href="/page/tokens.css"><main id="root"></main>'
@@ -256,23 +240,6 @@ def test_keys_go_from_token_to_token(page: Page) -> None:
     page.keyboard.press("Enter")
     assert page.evaluate("() => window.branched") == [[1, 1002]]
     expect(listed).to_be_focused()
-
-
-def test_an_answer_of_4000_tokens_is_rendered_once(page: Page) -> None:
-    page.evaluate("() => window.showMany(4000)")
-    listed = page.locator(".token-text")
-    pieces = listed.locator(".token")  # finding so many by their role takes seconds
-    expect(pieces).to_have_count(4000)
-    page.evaluate("() => { window.rendered = {}; }")
-    listed.focus()
-    for key in ("ArrowRight", "ArrowDown", "End", "ArrowUp", "Escape"):
-        page.keyboard.press(key)
-    pieces.nth(20).click()
-    expect(page.locator(".token-details")).to_be_visible()
-    page.locator(".token-modes label").nth(1).click()
-    rendered = page.evaluate("() => window.rendered")
-    assert rendered["Tokens"] > 0
-    assert "Pieces" not in rendered
 
 
 def test_an_answer_whose_tokens_are_not_or_not_all_known(window: BrowserPage, page: Page) -> None:

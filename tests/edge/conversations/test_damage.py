@@ -129,7 +129,7 @@ def test_damage_that_is_found_while_running(path: Path) -> None:
         overwrite(path, (root - 1) * PAGE, b"\xff" * PAGE)
         added = store.add_message(conversation.id, None, "user", "after the damage")
         assert store.messages(conversation.id) == [added]
-        assert store.changed_elsewhere()
+        assert store.database.changed_elsewhere()
         (notice,) = notices
         assert "40 conversations with 0 messages could be read" in notice
         assert len(list(path.parent.glob("conversations.damaged-*.sqlite3"))) == 1

@@ -74,10 +74,10 @@ def test_nothing_is_lost_or_torn_when_the_writer_is_killed(tmp_path: Path, kills
 def test_an_answer_is_interrupted_only_after_its_writer_has_ended(store: ConversationStore) -> None:
     conversation = store.create()
     question = store.add_message(conversation.id, None, "user", "q")
-    with writing_process("write_one_answer", store.path, conversation.id, question.id) as process:
+    with writing_process("write_one_answer", store.database.path, conversation.id, question.id) as process:
         assert process.stdout is not None
         answer = json.loads(process.stdout.readline())["answer"]
-        with ConversationStore(store.path, pytest.fail) as other:
+        with ConversationStore(store.database.path, pytest.fail) as other:
             assert other.message(answer).state is MessageState.WRITING
         assert store.messages(conversation.id)[1].state is MessageState.WRITING
         with pytest.raises(ConversationError, match="being written by another window; wait until it is finished"):

@@ -11,8 +11,6 @@ import pytest
 
 from edgerun.edge.conversations.records import (
     Attachment,
-    Change,
-    ChangeKind,
     MessageState,
     Preset,
     as_object,
@@ -91,17 +89,10 @@ def test_titles(store: ConversationStore) -> None:
     assert title_of(" \n\t\n") == ""
 
 
-def test_pinned_conversations_come_first_then_the_latest(store: ConversationStore) -> None:
-    first, second, third = (store.create(title=title) for title in ("first", "second", "third"))
+def test_the_latest_conversation_comes_first(store: ConversationStore) -> None:
+    first, second = (store.create(title=title) for title in ("first", "second"))
     store.add_message(first.id, None, "user", "x")
-    store.change(second.id, pinned=True)
-    assert [each.id for each in store.conversations()] == [second.id, first.id, third.id]
-    store.delete(second.id)
-    assert [each.id for each in store.conversations(deleted=True)] == [second.id]
-    assert store.folders() == []
-    store.change(first.id, folder="f")
-    assert store.folders() == ["f"]
-    assert store.restore(second.id).pinned
+    assert [each.id for each in store.conversations()] == [first.id, second.id]
 
 
 def test_fields_that_are_refused(store: ConversationStore) -> None:
@@ -136,7 +127,6 @@ def test_what_is_unknown_or_deleted_is_refused(store: ConversationStore) -> None
         lambda: store.select_leaf(other.id, question.id),
         lambda: store.rewrite(answer.id, "x"),
         lambda: store.write_answer(question.id, "x"),
-        lambda: store.finish_answer(answer.id, "x", MessageState.WRITING),
         lambda: store.delete_preset("none"),
     ):
         with pytest.raises(ConversationError):
@@ -160,33 +150,14 @@ def test_what_is_unknown_or_deleted_is_refused(store: ConversationStore) -> None
 
 
 def test_presets_and_settings(store: ConversationStore) -> None:
-    store.save_preset(Preset("b", "sys", {"top_k": 5}))
-    store.save_preset(Preset("a"))
-    store.save_preset(Preset("b", "other"))
+    for preset in (Preset("b", "sys", {"top_k": 5}), Preset("a"), Preset("b", "other")):
+        store.save_preset(preset)
     assert store.presets() == [Preset("a"), Preset("b", "other")]
-    store.delete_preset("a")
-    assert [preset.name for preset in store.presets()] == ["b"]
     assert store.setting("theme", "dark") == "dark"
     store.set_setting("theme", {"name": "light", "n": [1, None]})
     assert store.setting("theme") == {"name": "light", "n": [1, None]}
     with pytest.raises(ConversationError, match="not a JSON value"):
         store.set_setting("theme", float("nan"))
-
-
-def test_listeners_hear_of_changes_until_they_leave(store: ConversationStore) -> None:
-    heard: list[Change] = []
-    end = store.listen(heard.append)
-    conversation = store.create()
-    message = store.add_message(conversation.id, None, "user", "x")
-    store.delete(conversation.id)
-    end()
-    store.restore(conversation.id)
-    assert heard == [
-        Change(ChangeKind.CONVERSATION, conversation.id),
-        Change(ChangeKind.MESSAGE, conversation.id, message.id),
-        Change(ChangeKind.CONVERSATION, conversation.id),
-        Change(ChangeKind.CONVERSATION_DELETED, conversation.id),
-    ]
 
 
 def test_text_that_has_no_utf_8_form_is_kept_readable(store: ConversationStore) -> None:
@@ -203,11 +174,11 @@ def test_files_are_in_the_data_folder_and_readable_by_their_owner_alone(
     assert "edge-run" in data_folder().parts
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path / "mine"))
     with ConversationStore() as store:
-        assert store.path == tmp_path / "mine" / "conversations.sqlite3"
+        assert store.database.path == tmp_path / "mine" / "conversations.sqlite3"
         store.create()
-        names = [path.name for path in store.path.parent.iterdir()]
+        names = [path.name for path in store.database.path.parent.iterdir()]
         assert {"conversations.sqlite3", "conversations.sqlite3-wal"} <= set(names)
         if os.name != "nt":  # permissions of Windows are those of the user's profile
-            assert stat.S_IMODE(store.path.parent.stat().st_mode) == 0o700
-            for path in store.path.parent.iterdir():
+            assert stat.S_IMODE(store.database.path.parent.stat().st_mode) == 0o700
+            for path in store.database.path.parent.iterdir():
                 assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path

@@ -22,6 +22,7 @@ from support.commands import Patch
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 NAMED = {"type": "function", "function": {"name": "f"}}
+ASSISTANT = {"role": "assistant", "content": "To be"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
@@ -289,6 +290,14 @@ REFUSED: dict[ErrorCode, list[tuple[dict[str, Any], str]]] = {
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        ({"continue_final_message": True}, "messages[0]"),
+        ({"continue_final_message": True, "messages": [ASSISTANT]}, "messages[0]"),
+        *(
+            ({"continue_final_message": True, "messages": [USER, {**ASSISTANT, **more}]}, "messages[1]")
+            for more in ({"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": ""})
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
     ],
 }
 
@@ -415,17 +424,6 @@ def test_large_bodies_of_texts_and_of_token_ids_are_read() -> None:
     assert read_object(json.dumps({"ids": ids}).encode()) == {"ids": ids}
 
 
-def test_the_schema_describes_every_field() -> None:
-    body = SCHEMA["$defs"]["ChatBody"]
-    assert body["required"] == ["messages"]
-    assert body["additionalProperties"] is False
-    assert {name for name, field in body["properties"].items() if not field.get("description")} == set()
-    assert body["properties"]["audio"]["type"] == "null"
-
-
-ASSISTANT = {"role": "assistant", "content": "To be"}
-
-
 def test_an_answer_can_continue_the_last_message() -> None:
     parts = {"role": "assistant", "content": [{"type": "text", "text": "To be"}]}
     for last in (ASSISTANT, parts):
@@ -437,29 +435,3 @@ def test_an_answer_can_continue_the_last_message() -> None:
         request = parsed(messages=[USER, ASSISTANT], **more)
         assert request.messages == [USER, ASSISTANT]
         assert not request.options.answer_start
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"continue_final_message": True}, "messages[0]", "messages[0] is not an answer that can go on"),
-        ({"continue_final_message": True, "messages": [ASSISTANT]}, "messages[0]", "follow another message"),
-        (
-            {"continue_final_message": True, "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
-            "messages[1]",
-            "the last message must be the assistant's, with a text and nothing else",
-        ),
-        (
-            {"continue_final_message": True, "messages": [USER, {**ASSISTANT, "reasoning_content": "hm"}]},
-            "messages[1]",
-            "nothing else",
-        ),
-        ({"continue_final_message": True, "messages": [USER, {**ASSISTANT, "content": ""}]}, "messages[1]", "a text"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "are both true"),
-        ({"add_generation_prompt": False}, "add_generation_prompt", "false without continue_final_message"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
-    error = error_of(json.dumps({"messages": [USER], **fields}))
-    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, param)
-    assert message in str(error)
