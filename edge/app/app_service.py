@@ -43,7 +43,7 @@ class AppService:
         """Messages of conversations that are generated."""
         self.models: Final = ModelServices(context)
         """Downloads, exports, comparisons and exactness checks."""
-        self._end_listening: Final = context.store.listen(self._publish)
+        context.store.listener = self._publish
         self._ending: Final = threading.Event()
         self._watching: Final = threading.Thread(target=self._watch, name="edge-run changes", daemon=True)
         self._watching.start()
@@ -71,7 +71,6 @@ class AppService:
         self.drain()
         self.generations.close()
         self.context.events.close()
-        self._end_listening()
         self._ending.set()
         self._watching.join()
         self.models.close()

@@ -1,4 +1,4 @@
-"""Conversations, presets and settings in the store; transactions and listeners of all its tables."""
+"""Conversations, presets and settings in the store; transactions and the listener of all its tables."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reads(
 def writes(
     method: Callable[Concatenate[_Table, _Arguments], _Result],
 ) -> Callable[Concatenate[_Table, _Arguments], _Result]:
-    """Run a method as one change, all of it or nothing. When it is on the disk, listeners are told what it noted."""
+    """Run a method as one change, all of it or nothing. When it is on the disk, the listener is told what it noted."""
 
     @wraps(method)
     def call(table: _Table, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -66,7 +66,8 @@ def writes(
             return method(table, *args, **kwargs), table.noted
 
         result, noted = table.database.write(change)
-        table.tell(noted)
+        for each in noted:
+            table.listener(each)
         return result
 
     return call
@@ -82,24 +83,9 @@ class ConversationTable:
     def __init__(self, database: ConversationDatabase) -> None:
         self.database: Final = database
         self.noted: list[Change] = []
-        """Changes that listeners are told of after the transaction."""
-        self._listeners: Final[dict[object, Callable[[Change], None]]] = {}
-
-    def listen(self, callback: Callable[[Change], None]) -> Callable[[], object]:
-        """Call `callback` after every change that this store makes, in the thread that makes it.
-
-        Returns:
-            A function that ends it.
-        """
-        key = object()
-        self._listeners[key] = callback
-        return lambda: self._listeners.pop(key, None)
-
-    def tell(self, changes: Sequence[Change]) -> None:
-        """Tell the listeners of changes."""
-        for change in changes:
-            for listener in tuple(self._listeners.values()):
-                listener(change)
+        """Changes that the listener is told of after the transaction."""
+        self.listener: Callable[[Change], None] = lambda _: None
+        """Called after every change that this store makes, in the thread that makes it."""
 
     def note(self, kind: ChangeKind, conversation_id: str | None = None, message_id: str | None = None) -> None:
         """Note what the transaction changes."""
@@ -308,8 +294,7 @@ def _sampling(value: Mapping[str, Any], _name: str = "sampling") -> str:
 def _tools(value: Sequence[str], name: str) -> str:
     """Ids of tools as JSON text."""
     ids = list(dict.fromkeys(checked_line(each, name) for each in value))
-    if len(ids) > MAX_TOOLS:
-        raise ConversationError(f"{name} has {len(ids)} tools", f"at most {MAX_TOOLS} are offered to a model")
+    require_length(len(ids), MAX_TOOLS, name, unit="tools", done="offered to a model")
     return as_json(ids, name)
 
 

@@ -78,7 +78,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     ) -> None:
         """Keep an answer as far as it is written. One that was finished is `writing` again.
 
-        Listeners are not told: what is new in an answer goes to windows by another way.
+        The listener is not told: what is new in an answer goes to windows by another way.
 
         Args:
             message_id: the answer.
@@ -198,8 +198,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     def import_json(self, text: str) -> list[Conversation]:
         """Add the conversations of a text that `export_json` wrote: all of them or, if one is not valid, none."""
         return [
-            self._imported(insert_conversation(self, each, f"conversations[{index}]"))
-            for index, each in enumerate(read_json(text))
+            insert_conversation(self, each, f"conversations[{index}]") for index, each in enumerate(read_json(text))
         ]
 
     @writes
@@ -210,7 +209,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
             text: the text.
             name: name of the file, which is the title if the text has none.
         """
-        return self._imported(insert_conversation(self, read_markdown(text, name), name))
+        return insert_conversation(self, read_markdown(text, name), name)
 
     def close(self) -> None:
         """Mark unfinished answers of this store as interrupted and close the file; a second call does nothing."""
@@ -248,10 +247,6 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         writers = self.database.read(lambda connection: connection.execute(statement).fetchall())
         ended = [each for (each,) in writers if each != self.writer and not is_running(each)]
         return bool(ended) and self.interrupt_answers(ended)
-
-    def _imported(self, conversation_id: str) -> Conversation:
-        self.note(ChangeKind.CONVERSATION, conversation_id)
-        return self.conversation(conversation_id)
 
     def _insert_tokens(self, message_id: str, start: int, tokens: Sequence[Mapping[str, Any]]) -> None:
         """Store tokens of an answer, the first of which is its token number `start`."""

@@ -34,6 +34,7 @@ from .records import (
     MAX_TITLE,
     Attachment,
     CallRound,
+    ChangeKind,
     Conversation,
     Line,
     MessageState,
@@ -164,8 +165,8 @@ def read_json(text: str) -> Sequence[ImportedConversation]:
         raise ConversationError("the file is nested too deeply", hint) from error
 
 
-def insert_conversation(store: MessageTable, conversation: ImportedConversation, where: str) -> str:
-    """Add a conversation with new ids, and return its own.
+def insert_conversation(store: MessageTable, conversation: ImportedConversation, where: str) -> Conversation:
+    """Add a conversation with new ids.
 
     Raises:
         ConversationError: something in it is not valid; `where` says where it stands in the file.
@@ -196,7 +197,8 @@ def insert_conversation(store: MessageTable, conversation: ImportedConversation,
     leaf = ids.get(conversation.leaf or "") or next(reversed(ids.values()), None)
     if leaf is not None:
         store.show(values["id"], store.newest_leaf(values["id"], leaf))
-    return str(values["id"])
+    store.note(ChangeKind.CONVERSATION, values["id"])
+    return store.conversation(values["id"])
 
 
 def _insert_message(store: MessageTable, conversation_id: str, message: _Message, ids: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -97,7 +97,7 @@ class PooledModel:
         )
 
 
-class ModelPool:
+class ModelPool(AbstractContextManager["ModelPool"]):
     """Loads models when they are first used, and unloads models that are not in use.
 
     Args:
@@ -242,9 +242,6 @@ class ModelPool:
             self._changed.wait_for(lambda: not any(model.closing for model in self._models.values()))
             for model in self._models.values():
                 model.engine, model.bytes = None, 0
-
-    def __enter__(self) -> ModelPool:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -14,7 +14,7 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
@@ -85,7 +85,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
         self,
         source: str,
         name: str | None = None,
-        bits: Literal[2, 4, 8] | None = None,
+        bits: int | None = None,
         calibration_tokens: Annotated[int, Meta(ge=1)] | None = None,
     ) -> dict[str, Any]:
         """Queue an export.
@@ -104,6 +104,8 @@ class ExportJobs(WorkQueue[_ExportJob]):
         source = source.strip()
         if not source:
             raise InputError("the source is empty", "give a checkpoint folder, or org/name on the hub")
+        if bits not in {None, 2, 4, 8}:
+            raise InputError(f"bits is {bits}", "give 2, 4 or 8")
         last = re.split(r"[\\/]", source.rstrip("\\/"))[-1].partition(":")[0]
         chosen = (name or "").strip() or last.removesuffix(".gguf").removesuffix(".onnx")
         job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)

@@ -79,7 +79,7 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endle
                 # It has to wait for the answer's beginning; without that it would be through here.
                 stopping[0].join(0.2)
 
-        store.listen(stop)
+        store.listener = stop
         # Without the stop, the answer ends by its length.
         question = store.add_message(store.create(sampling={"max_tokens": 20_000}).id, None, "user", "hello")
         (answer,) = generations.begin(question)
