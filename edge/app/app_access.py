@@ -100,7 +100,7 @@ class AppAccess:
         return f"{until}.{self._signature(until)}"
 
     def is_session(self, value: str) -> bool:
-        """Whether the value of a cookie is that of a session."""
+        """Whether the value of a cookie is a session's."""
         until, _, signature = value.rpartition(".")
         if not hmac.compare_digest(signature.encode(), self._signature(until).encode()):
             return False

@@ -243,7 +243,7 @@ class _ConversationEndpoints:
         return {"message": as_object(message), "answer": as_object(self._generations.begin(message)[0])}
 
     def edit(self, message_id: str, content: str, branch: bool = False) -> dict[str, Any]:
-        """Replace the text of a message, or let it become that of another message beside it."""
+        """Replace the text of a message, or make it the text of another message beside it."""
         message = self._ended(message_id)
         if not branch:
             return {"message": as_object(self._store.rewrite(message.id, content))}
@@ -265,7 +265,7 @@ class _ConversationEndpoints:
     def regenerate(
         self, message_id: str, count: Annotated[int, Meta(ge=1, le=_MAX_VARIANTS)] = 1, model: str | None = None
     ) -> dict[str, Any]:
-        """Write further answers to a message, or beside an answer; without a model, with that of the conversation."""
+        """Write further answers to a message, or beside an answer, with a model or the conversation's own."""
         message = self._store.message(message_id)
         question = message if message.role is Role.USER else self._question(message)
         chosen = None if model is None else self._context.pool.offered.find(model).id

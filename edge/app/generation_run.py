@@ -131,7 +131,7 @@ class GenerationRun:
             for _ in range(MAX_ROUNDS):
                 writer = generation.writer
                 if writer.rounds and not writer.rounds[-1].decided and not writer.content:
-                    _make_calls(self._context, generation, self._tools)
+                    self._make_calls(generation)
                 with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
                     for _ in self._generate(engine, [generation], cancellation):
                         pass
@@ -148,6 +148,22 @@ class GenerationRun:
             generation.state, generation.stats = generation.state_if_cancelled, None
         else:
             generation.state = MessageState.LENGTH
+
+    def _make_calls(self, generation: MessageGeneration) -> None:
+        """Make the calls of the last round that have no results, one after another.
+
+        Raises:
+            CancelledError: the generation was cancelled; calls without results wait again.
+            ConversationError: the conversation was deleted, or the file cannot be written.
+        """
+        try:
+            for call in generation.writer.rounds[-1].calls:
+                if call.result is None:
+                    _make(self._context, generation, call, self._tools.get(call.name))
+        except CancelledError:
+            *before, last = generation.writer.rounds
+            generation.set_rounds([*before, last.undecided()])
+            raise
 
     def _generate(
         self, engine: Engine, generations: Sequence[MessageGeneration], cancellation: Cancellation
@@ -227,31 +243,9 @@ class GenerationRun:
         changes: dict[str, Any] = {"temperature": 1.0} if greedy else {}
         if len(generations) > 1:
             changes["n"] = len(generations)
-        elif options.seed is not None:  # as that of several answers at a time
+        elif options.seed is not None:  # the seed that it has among several answers at a time
             changes["seed"] = options.seed + self.generations.index(generations[0])
         return options.changed(changes)
-
-
-def _make_calls(context: AppContext, generation: MessageGeneration, offered: Mapping[str, ServerTool]) -> None:
-    """Make the calls of the last round that have no results, one after another.
-
-    Args:
-        context: the store, which knows what is allowed, and the servers that have the tools.
-        generation: the message, where the user decides, and which keeps the calls and their results.
-        offered: the tools that the message may call, by their names for the model.
-
-    Raises:
-        CancelledError: the generation was cancelled; calls without results wait again.
-        ConversationError: the conversation was deleted, or the file cannot be written.
-    """
-    try:
-        for call in generation.writer.rounds[-1].calls:
-            if call.result is None:
-                _make(context, generation, call, offered.get(call.name))
-    except CancelledError:
-        *before, last = generation.writer.rounds
-        generation.set_rounds([*before, last.undecided()])
-        raise
 
 
 def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, tool: ServerTool | None) -> None:

@@ -50,7 +50,7 @@ class Generations:
             return self._live.get(message_id)
 
     def all(self, conversation_id: str | None = None) -> list[MessageGeneration]:
-        """All generations, or those of a conversation, in progress, also one that is beginning."""
+        """The generations in progress, also one that is beginning: all of them, or only a conversation's."""
         with self._lock:
             live = list(self._live.values())
         return live if conversation_id is None else [each for each in live if each.conversation == conversation_id]
@@ -80,7 +80,7 @@ class Generations:
 
         Args:
             question: the message.
-            model: the model, if it is offered; else that of the conversation answers.
+            model: the model, if it is offered; else the conversation's model answers.
             content: what the answers begin with.
             tokens: stored tokens of `content` by `model`; none if they are not known.
             rounds: calls of tools before the content.
@@ -149,7 +149,7 @@ class Generations:
             each.run.join(max(until - time.monotonic(), 0.0))
 
     def _model(self, wanted: str | None, conversation: str) -> str | None:
-        """The model that answers: the wanted one if it is offered, else that of the conversation."""
+        """The model that answers: the wanted one if it is offered, else the conversation's."""
         if wanted is not None and any(entry.id == wanted for entry in self._context.pool.offered.entries()):
             return wanted
         return self._context.store.conversation(conversation).model or self._context.default_model()

@@ -154,7 +154,7 @@ class ConversationTable:
 
     @writes
     def change(self, /, conversation_id: str, **fields: Any) -> Conversation:
-        """Set fields of a conversation: those of `create`. An empty title gives it back the one it gets by itself."""
+        """Set fields as `create` takes them. An empty title gives a conversation back the one it gets by itself."""
         self.live_conversation(conversation_id)
         values = checked_fields(fields)
         if "title" in values:
@@ -190,7 +190,7 @@ class ConversationTable:
 
     @writes
     def save_preset(self, preset: Preset) -> None:
-        """Add a preset, or replace that of the same name."""
+        """Add a preset, or replace the one of its name."""
         if not preset.name.strip():
             raise ConversationError("the preset has no name", "give it one")
         self.sql(

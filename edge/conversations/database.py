@@ -23,7 +23,7 @@ from .schema import VERSION, is_of_conversations, migrate, salvage, version_of
 _Result = TypeVar("_Result")
 
 _BUSY_S: Final = 30.0
-"""How long a change waits for those of other processes."""
+"""How long a change waits for changes of other processes."""
 _OPENING_S: Final = 60.0
 """How long opening waits for another process that opens, migrates or salvages the same file."""
 _ATTEMPTS: Final = 3

@@ -45,12 +45,13 @@ _BRANCH: Final = f"""
     )
     SELECT {_COLUMNS} FROM message JOIN branch ON id = ancestor ORDER BY depth DESC
 """  # noqa: S608
-_BELOW: Final = """
+_DELETE: Final = """
     WITH RECURSIVE below (id) AS (
         SELECT ?
         UNION ALL
         SELECT message.id FROM message JOIN below ON message.parent = below.id WHERE message.deleted IS NULL
     )
+    UPDATE message SET deleted = ?, deleted_with = ? WHERE id IN below
 """
 NO_QUESTION: Final = "an answer needs the message that it answers"
 _TOLERANCE_S: Final = 0.5
@@ -187,12 +188,7 @@ class MessageTable(ConversationTable):
         if self._deletion(message_id)[0] is None:
             leaf = self.live_conversation(message.conversation).leaf
             shown = leaf is not None and any(each.id == message_id for each in self.branch(leaf))
-            self.sql(
-                f"{_BELOW} UPDATE message SET deleted = ?, deleted_with = ? WHERE id IN below",  # noqa: S608
-                message_id,
-                time.time(),
-                message_id,
-            )
+            self.sql(_DELETE, message_id, time.time(), message_id)
             if shown:
                 # The newest message beside the deleted one, or the message before it if there is none.
                 self.show(message.conversation, self.newest_leaf(message.conversation, message.parent))

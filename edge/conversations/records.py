@@ -221,7 +221,7 @@ class StoredMessage:
     stats: Mapping[str, Any] | None = None
     """Statistics of an answer: a JSON object."""
     has_tokens: bool = False
-    """Whether `ConversationStore.tokens` has its tokens: those of its content."""
+    """Whether `ConversationStore.tokens` has the tokens of its content."""
     rounds: tuple[CallRound, ...] = ()
     """Calls of tools that an answer made before it wrote its content."""
 

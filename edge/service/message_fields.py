@@ -51,16 +51,12 @@ class SystemMessage(_Message, tag="system"):
     content: Content
 
 
-class DeveloperMessage(_Message, tag="developer"):
+class DeveloperMessage(SystemMessage, tag="developer"):
     """Instructions, under the name that OpenAI's newer models have for them."""
 
-    content: Content
 
-
-class UserMessage(_Message, tag="user"):
+class UserMessage(SystemMessage, tag="user"):
     """What the user says."""
-
-    content: Content
 
 
 class CalledFunction(StrictStruct, omit_defaults=True):
@@ -94,10 +90,9 @@ class AssistantMessage(_Message, tag="assistant"):
     ] = None
 
 
-class ToolMessage(_Message, tag="tool"):
+class ToolMessage(SystemMessage, tag="tool"):
     """The result of a function."""
 
-    content: Content
     tool_call_id: str | None = None
 
 

@@ -68,10 +68,10 @@ class ModelCatalog:
     def objects(self) -> list[dict[str, Any]]:
         """All models as JSON objects, the one that answers requests without a name first; unknown numbers are None.
 
-        `weight_bytes` are those of the graph and its weights: ONNX Runtime keeps them in memory as packed for the
+        `weight_bytes` is the size of the graph and its weights: ONNX Runtime keeps them in memory as packed for the
         processor, which is as many bytes within about a tenth (`export.allocation.plan_costs`). `memory_bytes` is what
         the model needs with its `context` full; the cache grows with the conversation, so short ones need less. Of a
-        loaded model, the context and the bytes of the cache are those of its graph as it was opened.
+        loaded model, the context and the bytes of the cache are read from its graph as it was opened.
         `tokens_per_second` is the median of its last answers on this machine.
         """
         status = {each.id: each for each in self._pool.status()}

@@ -67,7 +67,7 @@ class ToolServers:
         return {"servers": servers, "problem": self._problem}
 
     def save(self, name: str, body: ServerFields) -> dict[str, Any]:
-        """Add a server, or replace that of its name, which ends; it is started if it is on. Returns the list.
+        """Add a server, or replace the one of its name, which ends; it is started if it is on. Returns the list.
 
         Raises:
             InputError: it is not one, or there are too many.
