@@ -2,8 +2,8 @@
 
 A download is the work of the queue's thread. Pausing and cancelling set a flag that the thread finds at its next report
 of progress, so nothing is cut off in the middle of a write, and partial files stay whole. On a connection without data
-that takes up to the hub library's timeout. The page need not wait for it: the download counts as paused at once, a
-paused one that is resumed meanwhile simply goes on, and other downloads begin when the thread is free.
+that takes up to the hub library's timeout. The page need not wait for it: the download counts as paused at once, and a
+paused one that is resumed, like any other, begins when the thread is free.
 
 The list is kept in the store's settings: after a restart, what was unfinished is paused.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ....errors import EdgeError, InputError
+from ....errors import CancelledError, EdgeError, InputError
 from ....models.hub.client import ConnectionFailedError, require_online
 from ....models.hub.downloaded_model import HubId, parse_hub_id
 from ....models.hub.fetch import fetch_model
@@ -156,9 +156,7 @@ class DownloadQueue(WorkQueue[_Download]):
         if download.state in {WorkState.QUEUED, WorkState.DOWNLOADING}:
             return
         download.error = ""
-        # The thread may not have noticed that it was paused; then it goes on.
-        running = download is self._current
-        self._set(download, WorkState.DOWNLOADING if running else WorkState.QUEUED)
+        self._set(download, WorkState.QUEUED)
         self._wake()
 
     def _begin(self, work: _Download) -> None:
@@ -167,14 +165,14 @@ class DownloadQueue(WorkQueue[_Download]):
         self._set(work, WorkState.DOWNLOADING)
 
     def _do(self, work: _Download) -> None:
-        paused, reported = False, 0.0
+        reported = 0.0
 
         def progress(_name: str, received: int, total: int) -> None:
             """Keep how far the download is, and tell the page now and then."""
             nonlocal reported
             now = time.monotonic()
             with self._changed:
-                if self._closed or work.key not in self._items or work.state is WorkState.PAUSED:
+                if self._closed or work.key not in self._items or work.state is not WorkState.DOWNLOADING:
                     raise _StoppedError
                 work.received, work.total = received, total
                 work.samples.append((now, received))
@@ -185,28 +183,25 @@ class DownloadQueue(WorkQueue[_Download]):
                     self._told(work)
 
         def fetch() -> None:
-            nonlocal paused
             try:
                 work.model = fetch_model(work.id, self._kind, newest=True, progress=progress).id
                 work.received = work.total
-            except _StoppedError:
-                paused = True
+            except _StoppedError as stopped:
+                raise CancelledError("the download was stopped") from stopped
             except ConnectionFailedError as failure:
                 raise EdgeError(f"{_OFFLINE}: {failure.what}", "resume the download when it can") from failure
 
         state, error = outcome("the download", fetch)
         with self._changed:
             self._current = None
-            cancelled = work.key not in self._items
-            if not paused or work.state is WorkState.DOWNLOADING:
-                # Resumed after it had noticed the pause: once more.
+            removed = work.key not in self._items
+            if state is not WorkState.CANCELLED:  # else it is paused, or was resumed after that and is next in line
                 work.error = error
-                self._set(work, WorkState.QUEUED if paused else state)
-        if paused or state is not WorkState.DONE:
-            if cancelled:
-                self._remove_partial(work)
-        else:
+                self._set(work, state)
+        if state is WorkState.DONE:
             self._events.publish("models")
+        elif removed:
+            self._remove_partial(work)
 
     def _remove_partial(self, download: _Download) -> None:
         """Remove partial files, unless another download of the repository may need them."""
