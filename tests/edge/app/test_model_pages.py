@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import BrowserPage, browser_page, look
-from support.hub_fixture import own_hub, partial_files
+from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of
 from support.tiny_models import write_bundle, write_checkpoint
 from support.waiting import wait_until
@@ -31,7 +31,6 @@ def hub(folder: Path) -> Iterator[HubServer]:
     with own_hub(folder / "hf") as server:
         files = files_of(write_bundle(folder / "made", hidden_size=256, intermediate_size=512))
         server.repo("acme/Tiny-Chat", files)
-        server.repo("acme/Unwanted", files)
         server.repo("acme/Removed", files)
         server.repo("acme/Popular-Chat", files).downloads = 1234
         server.repo("acme/Weights-Chat", files).tags = ("text-generation",)
@@ -114,16 +113,6 @@ def test_models_of_the_hub_are_found_by_name_when_the_button_is_pressed(page: Pa
     sizes = "async (sizes) => sizes.map((await import('/page/strings.js')).strings.common.size)"
     shown = ["999 bytes", "1.5 kB", "860 MB", "12.3 MB", "1 GB", "2 GB"]
     assert page.evaluate(sizes, [999, 1500, 860e6, 12.34e6, 999.7e6, 2e9]) == shown
-
-
-def test_a_cancelled_download_disappears_with_its_files(page: Page, hub: HubServer, folder: Path) -> None:
-    begin(page, hub, "acme/Unwanted").get_by_role("button", name="Cancel").click()
-    expect(card(page, "acme/Unwanted")).to_have_count(0)
-    go_on(hub)
-    wait_until(lambda: not partial_files(folder / "hf"))
-    page.reload()
-    expect(page.locator('[data-model="shell-helper"]')).to_be_visible()
-    expect(card(page, "acme/Unwanted")).to_have_count(0)
 
 
 def test_a_download_that_failed_is_resumed_where_it_was_begun(page: Page, hub: HubServer) -> None:

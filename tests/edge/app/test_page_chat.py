@@ -165,25 +165,6 @@ def test_edits_make_branches_and_a_deleted_message_comes_back(chat: ChatPage) ->
     expect(first.locator(".branches")).to_contain_text("2 / 2")
 
 
-def test_answers_are_written_beside_the_first(chat: ChatPage) -> None:
-    answer = chat.ask(QUESTION)
-    branches = answer.locator(".branches")
-    answer.get_by_role("button", name="Regenerate").click()
-    expect(branches).to_contain_text("2 / 2")
-    chat.in_state("complete")
-    answer.get_by_role("button", name="Previous branch").click()
-    expect(branches).to_contain_text("1 / 2")
-    chat.page.reload()
-    expect(branches).to_contain_text("1 / 2")
-    chat.more(answer, "Write 2 answers")
-    expect(branches).to_contain_text("3 / 4")
-    chat.in_state("complete")
-    answer.get_by_role("button", name="Next branch").click()
-    expect(branches).to_contain_text("4 / 4")
-    chat.in_state("complete")
-    expect(answer.get_by_role("button", name="Next branch")).to_be_disabled()
-
-
 def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
     chat.ask(QUESTION)
     url = chat.page.url

@@ -25,23 +25,6 @@ from edgerun.edge.conversations.transfer import as_markdown, read_markdown
 from edgerun.errors import ConversationError
 
 
-@pytest.fixture
-def tree(store: ConversationStore) -> Conversation:
-    """A conversation with alternatives and attachments."""
-    conversation = store.create(
-        title="A tree", folder="work", pinned=True, system="Be brief.", sampling={"temperature": 0.5, "stop": ["x"]}
-    )
-    question = store.add_message(conversation.id, None, "user", "q", attachments=[Attachment("a.txt", "text\n")])
-    first = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
-    store.finish_answer(first.id, "one", MessageState.LENGTH, stats={"tokens": 1, "total_s": 0.5})
-    store.add_message(conversation.id, first.id, "user", "more")
-    second = store.add_message(conversation.id, question.id, "assistant", "", model="m", state=MessageState.WRITING)
-    store.finish_answer(second.id, "", MessageState.FAILED, error="too bad")
-    store.delete_message(store.add_message(conversation.id, second.id, "user", "gone").id)
-    store.select_leaf(conversation.id, first.id)
-    return store.conversation(conversation.id)
-
-
 def shape(store: ConversationStore, conversation: Conversation) -> tuple[Any, ...]:
     """Everything about a conversation but its ids, which are replaced by the numbers of messages."""
     messages = store.messages(conversation.id)
@@ -165,7 +148,13 @@ def test_other_texts_are_refused_in_one_line(store: ConversationStore) -> None:
     assert store.conversations() == []
 
 
-def test_markdown_shows_the_branch_in_view(store: ConversationStore, tree: Conversation) -> None:
+def test_markdown_shows_the_branch_in_view(store: ConversationStore) -> None:
+    tree = store.create(title="A tree", system="Be brief.")
+    question = store.add_message(tree.id, None, "user", "q", attachments=[Attachment("a.txt", "text\n")])
+    first = store.add_message(tree.id, question.id, "assistant", "one", model="m")
+    store.add_message(tree.id, first.id, "user", "more")
+    store.add_message(tree.id, question.id, "assistant", "two")
+    store.select_leaf(tree.id, first.id)
     assert store.export_markdown(tree.id) == (
         "# A tree\n\n## System\n\nBe brief.\n\n## User\n\na.txt\n```\ntext\n```\n\nq\n\n"
         "## Assistant (m)\n\none\n\n## User\n\nmore\n"

@@ -145,11 +145,6 @@ def test_an_answer_can_be_sent_back_as_it_was_received(client: openai.OpenAI) ->
         assert again.choices[0].finish_reason == "length"
 
 
-def lone_choices(engine: edgerun.Engine, prompt: str, n: int, **options: Any) -> list[str]:
-    """The texts that each of n answers has alone."""
-    return [lone(engine, prompt, seed=5 + index, temperature=2.0, **options).text for index in range(n)]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_choices_of_several_prompts(client: openai.OpenAI, engine: edgerun.Engine, stream: bool) -> None:
     prompts = ["find ", "ls -"]
@@ -162,9 +157,8 @@ def test_several_choices_of_several_prompts(client: openai.OpenAI, engine: edger
     texts = ["", "", "", ""]
     for choice in (choice for answer in answers for choice in answer.choices):
         texts[choice.index] += choice.text
-    assert texts == [
-        text for prompt in prompts for text in lone_choices(engine, prompt, 2, raw=True, max_tokens=5, exact=True)
-    ]
+    alone = {"raw": True, "max_tokens": 5, "exact": True, "temperature": 2.0}
+    assert texts == [lone(engine, prompt, seed=seed, **alone).text for prompt in prompts for seed in (5, 6)]
     (used,) = [answer.usage for answer in answers if answer.usage is not None]
     assert used.prompt_tokens == sum(
         lone(engine, prompt, raw=True, max_tokens=1).stats.prompt_tokens for prompt in prompts

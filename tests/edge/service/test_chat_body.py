@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -88,12 +87,6 @@ def test_a_body_with_one_message_takes_the_defaults() -> None:
     assert request.messages == [USER]
     assert (request.model, request.stream, request.include_usage) == (None, False, False)
     assert request.options == type(request.options)()
-    request.check(SimpleNamespace(context=1))
-    expecting = parsed(num_ctx=4096)
-    expecting.check(SimpleNamespace(context=4096))
-    with pytest.raises(RequestError, match="num_ctx is 4096, and the context of this model is 4095 tokens") as refused:
-        expecting.check(SimpleNamespace(context=4095))
-    assert (refused.value.code, refused.value.param) == (ErrorCode.UNSUPPORTED_FIELD, "num_ctx")
 
 
 @pytest.mark.parametrize(

@@ -129,14 +129,8 @@ def test_fields_of_a_response() -> None:
     assert error_of(parse_response, {"input": "a", "top_logprobs": 3}).param == "top_logprobs"
 
 
-def test_reasoning_of_several_items_belongs_to_the_next_message() -> None:
-    items = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": each}]} for each in ("a", "b")]
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": "c", "annotations": []}]}
-    request = parse_response({"input": [USER, *items, {**said, "type": "message"}, USER]})
-    assert request.messages[1] == {"role": "assistant", "content": "c", "reasoning_content": "ab"}
-
-
 def test_items_of_a_response_become_messages() -> None:
+    thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": each}]} for each in ("a", "b")]
     request = parse_response(
         {
             "input": [
@@ -146,6 +140,7 @@ def test_items_of_a_response_become_messages() -> None:
                 {**CALL, "call_id": "2"},
                 {"type": "function_call_output", "call_id": "1", "output": "3", "id": None, "status": None},
                 {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "4"}]},
+                *thought,
                 {
                     "type": "message",
                     "id": "msg_1",
@@ -153,6 +148,7 @@ def test_items_of_a_response_become_messages() -> None:
                     "role": "assistant",
                     "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
                 },
+                USER,
             ]
         }
     )
@@ -162,7 +158,8 @@ def test_items_of_a_response_become_messages() -> None:
         {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "2"}]},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
         {"role": "tool", "content": "4", "tool_call_id": "2"},
-        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "b", "reasoning_content": "ab"},
+        USER,
     ]
 
 
