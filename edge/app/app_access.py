@@ -38,9 +38,7 @@ TOKEN_LIFE_S: Final = 300.0
 SESSION_LIFE_S: Final = 30 * 24 * 3600
 """Seconds for which a browser that has opened the app may come back."""
 OPEN_PATH: Final = "/open"
-_KEY_FILE: Final = "app.key"
 _SECRET_BYTES: Final = 32
-_LOCK_FILE: Final = "app.lock"
 _ENDPOINT_FILE: Final = "app.json"
 _START_S: Final = 30.0
 """Seconds within which an app that has the lock has to answer."""
@@ -54,7 +52,7 @@ def session_secret(folder: Path) -> bytes:
     Raises:
         OSError: it cannot be read or written.
     """
-    path = folder / _KEY_FILE
+    path = folder / "app.key"
     secret = path.read_bytes() if path.exists() else b""
     if len(secret) != _SECRET_BYTES:
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -204,7 +202,7 @@ def join_running_app(stack: ExitStack, folder: Path) -> str | None:
 
     while True:
         with suppress(TimeoutError):
-            stack.enter_context(locked(folder / _LOCK_FILE, 0.0))
+            stack.enter_context(locked(folder / "app.lock", 0.0))
             # What a killed app has left names a port that may be another program's now.
             endpoint.unlink(missing_ok=True)
             stack.callback(forget)

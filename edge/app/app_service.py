@@ -114,9 +114,6 @@ class AppService:
                 _log.info("the store cannot be watched: %s", error)
 
 
-_OPENAI_API: Final = "/v1/"
-
-
 def chat_app(service: AppService) -> ASGIApp:
     """The ASGI application of the app; ending its lifespan closes the service."""
     context = service.context
@@ -142,7 +139,7 @@ def chat_app(service: AppService) -> ASGIApp:
     programs = asgi_app(service.requests)
 
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:
-        for_programs = scope["type"] == "http" and scope["path"].startswith(_OPENAI_API)
+        for_programs = scope["type"] == "http" and scope["path"].startswith("/v1/")
         await (programs if for_programs else app)(scope, receive, send)
 
     return side_by_side

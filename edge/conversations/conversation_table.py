@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from ...errors import ConversationError, InputError, UnknownIdError
 from .database import ConversationDatabase
@@ -27,9 +27,7 @@ from .records import (
     valid_text,
 )
 
-_Table = TypeVar("_Table", bound="ConversationTable")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _COLUMNS: Final = ", ".join(each.name for each in fields(Conversation))
 _FIRST: Final = (
@@ -39,29 +37,25 @@ _FIRST: Final = (
 _MAX_SETTING: Final = 1_000_000
 
 
-def reads(
-    method: Callable[Concatenate[_Table, _Arguments], _Result],
-) -> Callable[Concatenate[_Table, _Arguments], _Result]:
+def reads(method: _Method) -> _Method:
     """Run a method in a transaction, in which all that it calls sees one state of the file."""
 
     @wraps(method)
-    def call(table: _Table, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(table: ConversationTable, /, *args: Any, **kwargs: Any) -> Any:
         return table.database.read(lambda _: method(table, *args, **kwargs))
 
-    return call
+    return cast("_Method", call)
 
 
-def writes(
-    method: Callable[Concatenate[_Table, _Arguments], _Result],
-) -> Callable[Concatenate[_Table, _Arguments], _Result]:
+def writes(method: _Method) -> _Method:
     """Run a method as one change, all of it or nothing. When it is on the disk, the listener is told what it noted."""
 
     @wraps(method)
-    def call(table: _Table, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(table: ConversationTable, /, *args: Any, **kwargs: Any) -> Any:
         if table.database.in_transaction:
             return method(table, *args, **kwargs)
 
-        def change(_: sqlite3.Connection) -> tuple[_Result, list[Change]]:
+        def change(_: sqlite3.Connection) -> tuple[Any, list[Change]]:
             table.noted = []
             return method(table, *args, **kwargs), table.noted
 
@@ -70,7 +64,7 @@ def writes(
             table.listener(each)
         return result
 
-    return call
+    return cast("_Method", call)
 
 
 class ConversationTable:

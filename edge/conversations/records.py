@@ -43,7 +43,6 @@ MAX_ATTACHMENTS: Final = 32
 MAX_TOOLS: Final = 128
 """Most tools of one conversation."""
 _TITLE_LENGTH: Final = 60
-_ID_BYTES: Final = 8
 _MARKS: Final = "#>*-_` \t"
 """What Markdown begins lines with, and titles do not."""
 
@@ -291,7 +290,7 @@ def require_length(
 
 def new_id() -> str:
     """A new random id."""
-    return secrets.token_hex(_ID_BYTES)
+    return secrets.token_hex(8)
 
 
 def valid_text(text: str) -> str:

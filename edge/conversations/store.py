@@ -22,7 +22,6 @@ from .transfer import as_json_file, as_markdown, insert_conversation, read_json,
 
 _log: Final = logging.getLogger(__name__)
 FILE_NAME: Final = "conversations.sqlite3"
-_COMPRESSION: Final = 1
 KEPT_DAYS: Final = 30
 """For how long deletions can be undone."""
 
@@ -251,7 +250,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     def _insert_tokens(self, message_id: str, start: int, tokens: Sequence[Mapping[str, Any]]) -> None:
         """Store tokens of an answer, the first of which is its token number `start`."""
         if tokens:
-            data = zlib.compress(as_json([dict(each) for each in tokens], "tokens").encode(), _COMPRESSION)
+            data = zlib.compress(as_json([dict(each) for each in tokens], "tokens").encode(), level=1)
             self.insert_row("token_part", {"message": message_id, "start": start, "count": len(tokens), "tokens": data})
 
     def _require_writable(self, message: StoredMessage) -> None:

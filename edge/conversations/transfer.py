@@ -49,8 +49,6 @@ from .records import (
     valid_text,
 )
 
-_FORMAT: Final = "edge-run conversations"
-_VERSION: Final = 1
 _MAX_CHARACTERS: Final = 200_000_000
 _Id = Annotated[str, Meta(min_length=1, max_length=100)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -144,7 +142,9 @@ def as_json_file(store: MessageTable, ids: Sequence[str]) -> str:
         | {"messages": [exported(each, "conversation", "has_tokens") for each in store.messages(conversation_id)]}
         for conversation_id in ids
     ]
-    return json.dumps({"format": _FORMAT, "version": _VERSION, "conversations": conversations}, ensure_ascii=False)
+    return json.dumps(
+        {"format": "edge-run conversations", "version": 1, "conversations": conversations}, ensure_ascii=False
+    )
 
 
 def read_json(text: str) -> Sequence[ImportedConversation]:

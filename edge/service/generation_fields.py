@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -17,8 +17,6 @@ from ...runtime.scheduling.answer_stream import AnswerStream
 from .body_decoder import StrictStruct, about
 from .format_fields import FormatFields, response_format
 from .request_error import invalid, unsupported
-
-_SEED_BITS: Final = 64
 
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
@@ -217,7 +215,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     if values.get("max_tokens") == -1:
         del values["max_tokens"]
     if "seed" in values and values["seed"] < 0:
-        values["seed"] += 1 << _SEED_BITS  # seeds of OpenAI's API have a sign
+        values["seed"] += 2**64  # seeds of OpenAI's API have a sign
     field_of = {"template_variables": "chat_template_kwargs"}
     if fields.repeat_penalty is None:
         field_of["repeat_penalty"] = "repetition_penalty"

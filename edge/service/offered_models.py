@@ -19,7 +19,6 @@ from .request_error import ErrorCode, RequestError
 
 _MAX_NAMED: Final = 8
 """Number of models that an error message names."""
-_GRAPH_STEM: Final = "model"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _given_entry(name: str, kind: DeviceKind) -> ModelEntry:
     folder, colon, variant = name.rpartition(":")
     is_variant = bool(colon) and not os.path.lexists(name)
     place = Path(folder).expanduser() if is_variant else path
-    own = place.parent if place.is_file() and place.stem == _GRAPH_STEM else place
+    own = place.parent if place.is_file() and place.stem == "model" else place
     word = own.resolve().name if own.is_dir() else own.stem
     return ModelEntry(f"{word}:{variant}" if is_variant else word, name, (word,), int(graph.stat().st_mtime))
 

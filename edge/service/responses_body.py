@@ -172,7 +172,7 @@ def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
         {
             "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
             "max_tokens": fields.max_output_tokens,
-            "tools": tuple(_chat_tool(tool) for tool in shown_tools),
+            "tools": tuple({"type": "function", "function": _function(tool)} for tool in shown_tools),
             "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
             "response_format": response_format(fields, None if fields.text is None else fields.text.format),
         },
@@ -240,10 +240,10 @@ def _chat_call(item: CallItem) -> dict[str, Any]:
     return {"type": "function", "id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
-    """A tool in the form of the chat API, which chat templates read."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+def _function(tool: ResponseTool) -> dict[str, Any]:
+    """The function of a tool as chat templates read it."""
+    function = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
+    return {name: value for name, value in function.items() if value is not None}
 
 
 _REPEATED: Final = (

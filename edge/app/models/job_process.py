@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 INSTALL: Final = 'pip install "edge-run[export]"'
 _PATIENCE_S: Final = 20.0
 """Seconds that a cancelled process has to remove what it wrote; the passes of large models end within them."""
-_MODULE: Final = "edgerun.edge.app.models.job_process"
 _INTERRUPTED: Final = 130
 _LEAST_REPORT: Final = 0.002
 """Smallest advance of a fraction that is reported: some stages report every linear of a large model."""
@@ -56,8 +55,8 @@ def run_job(kind: str, arguments: Mapping[str, Any], progress: Progress, cancell
     """
     cancellation.check()
     last_line: deque[str] = deque(maxlen=1)
-    with subprocess.Popen(  # noqa: S603  this interpreter, and a module of this package
-        [sys.executable, "-m", _MODULE],
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgerun.edge.app.models.job_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
