@@ -101,7 +101,7 @@ def typed_record(record_type: type[RecordT], data: object, path: str = "") -> Re
     ]
     if missing := [f"{prefix}{each.name}" for each in required if each.name not in data]:
         raise ValueError(f"lacks {', '.join(missing)}")
-    given = {name: kind for name, kind in _hints(record_type).items() if name in data}
+    given = {name: kind for name, kind in _hints(cast("Any", record_type)).items() if name in data}
     return record_type(**{name: _converted(kind, data[name], f"{prefix}{name}") for name, kind in given.items()})
 
 
