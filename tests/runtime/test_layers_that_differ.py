@@ -18,7 +18,7 @@ from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
-OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=100, speculation=Speculation.OFF)
+OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=60, speculation=Speculation.OFF)
 CONTEXT = 512
 EVERY_LAYOUT = {**LAYOUTS, **HYBRID_LAYOUTS}
 FOREIGN = ("genai-qwen3.5", "community-qwen3.5", "optimum", "stacked-genai", "joined")
@@ -52,14 +52,13 @@ def engine(load: partial[edgerun.Engine]) -> Iterator[edgerun.Engine]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_speculative_text_equals_plain_text(engine: edgerun.Engine, temperature: float) -> None:
+    chosen = {"temperature": temperature, "seed": 1}
+    plain = engine.generate(PROMPT, OPTIONS, **chosen)
     drafted = 0
-    for seed in range(2):
-        chosen = {"temperature": temperature, "seed": seed}
-        plain = engine.generate(PROMPT, OPTIONS, **chosen)
-        for sources in ("auto", "suffix,recycle", "edit"):
-            reply = engine.generate(PROMPT, OPTIONS, **chosen, speculation=Speculation.parse(sources))
-            assert reply.text == plain.text
-            drafted += reply.stats.drafted
+    for sources in ("auto", "suffix,recycle", "edit"):
+        reply = engine.generate(PROMPT, OPTIONS, **chosen, speculation=Speculation.parse(sources))
+        assert reply.text == plain.text
+        drafted += reply.stats.drafted
     assert drafted > 0
 
 
