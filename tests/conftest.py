@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ pytest_plugins = ["support.windows_files"] if os.environ.get("EDGERUN_WINDOWS_FI
 # Only the tests' own processes warn of default encodings: programs that tests start would warn of other packages'.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("PYTHONWARNDEFAULTENCODING", None)
+
+# Workers and processes import the same modules, which each would compile if the first did not keep their bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"

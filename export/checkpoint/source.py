@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -164,10 +165,16 @@ def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterat
     """Yield the results of `work` in the order of `parts`; two threads work a few parts ahead.
 
     File reads and NumPy release the interpreter lock, so this uses two cores. Only a few results are in memory at once.
+    A single part needs no thread.
     """
+    remaining = iter(parts)
+    first = list(islice(remaining, 2))
+    if len(first) < 2:
+        yield from map(work, first)
+        return
     with ThreadPoolExecutor(_WORKERS) as pool:
         ahead: deque[Future[_Result]] = deque()
-        for part in parts:
+        for part in chain(first, remaining):
             ahead.append(pool.submit(work, part))
             if len(ahead) > _WORKERS:
                 yield ahead.popleft().result()
