@@ -2,8 +2,8 @@
 
 Compares edge-run with another version of it (`--before`, the interpreter of its environment) and with llama.cpp, whose
 continuous batching is run through its C functions. Every engine runs in its own process, one at a time in turn; ratios
-are medians over rounds. Answers are greedy, without drafts, to different prompts of random tokens. Prints a table, then
-one JSON line.
+are medians over rounds. Answers are greedy, without drafts, to different prompts of random tokens; with `--recording`,
+recorded answers are replayed with drafts and without too. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     shape = SHAPES[options.shape]
     most = max(options.clients)
     ours = options.model or bundle(options.work, shape, options.block)
-    capacity = options.prompt + options.tokens + 16
+    capacity = 2048 if options.recording else options.prompt + options.tokens + 16
     common: dict[str, Any] = {"threads": options.threads, "capacity": capacity}
     # The graph that reads prompts is otherwise made and measured while the process is idle.
     ours_only: dict[str, Any] = {"parallel": most, "prefill": options.prefill}
@@ -58,6 +58,8 @@ def main() -> None:
             stack.enter_context(worker)
             worker.call("serve", clients=most, prompt=8, tokens=4, seed=1 << 20)
         found = [_measured(workers, options, clients) for clients in options.clients]
+        if options.recording:
+            found += [_drafts(workers[0], options, clients) for clients in options.clients]
         if options.answers:
             found.append(_choices([each for each in workers if "llama" not in each.label], options))
     for row in found:
@@ -86,6 +88,19 @@ def _measured(workers: list[Worker], options: argparse.Namespace, clients: int) 
     return row
 
 
+def _drafts(worker: Worker, options: argparse.Namespace, clients: int) -> dict[str, Any]:
+    """The gain of drafts over none, where that many clients get recorded answers."""
+    ratios = []
+    for number in range(options.rounds):
+        seconds = {}
+        for mode in ("off", "auto") if number % 2 == 0 else ("auto", "off"):
+            turns = {"file": str(options.recording), "turn": options.turn, "first": clients * number}
+            seconds[mode] = worker.call("replay", clients=clients, speculation=mode, **turns)
+        ratios.append(seconds["off"] / seconds["auto"])
+    quartiles = [round(float(each), 3) for each in np.percentile(ratios, (50, 25, 75))]
+    return {"clients": clients, "recording": options.recording.name, "off / auto": quartiles}
+
+
 def _choices(workers: list[Worker], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of several answers to one prompt."""
     seconds: dict[str, list[float]] = {worker.label: [] for worker in workers}
@@ -107,6 +122,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt")
     made.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens of an answer")
     made.add_argument("--answers", type=int, default=4, metavar="N", help="answers to one prompt; 0 for none")
+    made.add_argument("--recording", type=Path, metavar="FILE", help="replay it with drafts and without")
+    made.add_argument("--turn", type=int, default=1, metavar="N", help="turn of the recorded conversations")
     made.add_argument("--rounds", type=int, default=5, metavar="N")
     made.add_argument("--prefill", default="plain", metavar="MODE", help="what reads edge-run's prompts (plain)")
     made.add_argument("--before", metavar="PYTHON", help="interpreter with another version of edge-run")

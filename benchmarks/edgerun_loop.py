@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import edgerun
 from prompts import prompt_tokens
+
+if TYPE_CHECKING:
+    from edgerun.edge.bench.runner import TurnTokens
 
 
 class EdgeRunLoop:
@@ -23,6 +27,7 @@ class EdgeRunLoop:
         self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None, **settings)
         self._vocab = self._engine.graph_io.vocab_size
         self._sequence = self._engine.model.new_sequence()
+        self._recordings: dict[str, list[TurnTokens]] = {}
 
     def prefill(self, tokens: int, seed: int = 0) -> float:
         """Seconds to process a prompt of `tokens` tokens and choose the next one."""
@@ -69,6 +74,38 @@ class EdgeRunLoop:
             thread.join()
         return {"seconds": time.perf_counter() - started, "first_s": first_s}
 
+    def replay(self, file: str, turn: int, clients: int, first: int, speculation: str) -> float:
+        """Seconds in which that many clients get recorded answers, the first of them by index; prompts are read before.
+
+        Args:
+            file: the recording.
+            turn: which turn of every conversation, counted from 1.
+            clients: number of answers at a time.
+            first: index of the first answer among those of the recording; after the last one they begin again.
+            speculation: off, or the drafters.
+        """
+        options = edgerun.GenerateOptions(speculation=edgerun.Speculation.parse(speculation))
+        turns = self._recorded(file, turn)
+        chosen = [turns[(first + client) % len(turns)] for client in range(clients)]
+        started = threading.Barrier(clients + 1)
+
+        def ask(recorded: TurnTokens) -> None:
+            sequence = self._engine.model.new_sequence()
+            for _ in self._engine.model.answer(sequence, recorded.prompt, edgerun.GenerateOptions(max_tokens=1)):
+                pass
+            started.wait()
+            for _ in self._engine.model.replay(sequence, recorded.prompt, recorded.answer or (), options):
+                pass
+
+        threads = [threading.Thread(target=ask, args=(each,)) for each in chosen]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        begin = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begin
+
     def choices(self, count: int, prompt: int, tokens: int, seed: int) -> float:
         """Seconds of that many sampled answers to one prompt."""
         options = edgerun.GenerateOptions(
@@ -88,6 +125,20 @@ class EdgeRunLoop:
         """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
         self._sequence.continue_with([])
         return self._sequence.bound.forward(text).copy()
+
+    def _recorded(self, file: str, turn: int) -> list[TurnTokens]:
+        """The turns of a recording, shuffled."""
+        # Other versions of edge-run are measured by this class too, and need not have these.
+        from edgerun.edge.bench.prompt_sets import read_recording  # noqa: PLC0415
+        from edgerun.edge.bench.runner import BenchSettings, encode_turn  # noqa: PLC0415
+
+        if file not in self._recordings:
+            settings = BenchSettings(max_tokens=200, replay=True)
+            exchanges = [each.exchanges for each in read_recording(Path(file)) if len(each.exchanges) >= turn]
+            turns = [encode_turn(self._engine, settings, each[turn - 1], each[: turn - 1]) for each in exchanges]
+            random.Random(1).shuffle(turns)
+            self._recordings[file] = [each for each in turns if each.answer]
+        return self._recordings[file]
 
     def _answer(self, context: int, tokens: int, seed: int = 0, *, reuse: bool = False) -> edgerun.Stats:
         """Answer a prompt of `context` tokens; `reuse` keeps the cache of an equal prompt."""
