@@ -30,15 +30,12 @@ def set_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool]
     return lambda busy: monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
 
 
-def store(bundle: Path, cost: PassCost) -> Callable[[], PassCost]:
+def store(bundle: Path, cost: PassCost) -> Callable[[], PassCost | None]:
     """Store a cost for one thread; returns what reads it again."""
     key = model_key(open_bundle(bundle), SessionConfig(choose_device("cpu"), 1))
     PASS_COSTS.save(key, cost)
 
-    def load() -> PassCost:
-        return PASS_COSTS.load(key)
-
-    return load
+    return lambda: PASS_COSTS.load(key)
 
 
 def answer_until_observed(engine: edgerun.Engine, passes: int) -> PassCost:

@@ -158,13 +158,6 @@ def test_paths_end_at_the_given_depth_and_at_thirty_two() -> None:
     assert len(growing.grow([1], TokenPrices((0.0,), 1.0), 5).tree) == 1
 
 
-def test_nothing_is_drafted_without_candidates() -> None:
-    for drafters in ([], [Table(Source.SUFFIX, {})]):
-        growth = Growing(drafters).grow([1], FLAT, 8)
-        assert growth.tree.tokens.tolist() == [1]
-        assert growth.candidates == {0: []}
-
-
 def test_outcomes_are_learned_along_the_accepted_path_only() -> None:
     speculator = eager(Table(Source.SUFFIX, {0: [(1, 3), (2, 1)], 1: [(2, 2)], 2: [(3, 4)]}))
     speculator.reset([0])

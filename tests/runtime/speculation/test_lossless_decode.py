@@ -111,7 +111,7 @@ def test_the_output_is_that_of_plain_decoding(model, graph_of) -> None:
     graph, limits = graph_of(*model), DecodeLimits(24, frozenset({EOS}))
     speculators = {name: make() for name, make in DRAFTERS.items()}
     saved, differing = dict.fromkeys(speculators, 0), 0
-    for seed in range(18):
+    for seed in range(9):
         prompt = prompt_of(seed)
         for params in (GREEDY, SAMPLED[seed % 3]):
             expected = plain(graph, prompt, params, limits)
@@ -124,7 +124,7 @@ def test_the_output_is_that_of_plain_decoding(model, graph_of) -> None:
                     assert model[1] != "fp32"
                     differing += 1
                     assert_in_doubt(graph, prompt, expected, text, params)
-    assert differing <= 16  # of 144
+    assert differing <= 8  # of 72
     # They do draft, and some draft tokens are accepted.
     assert all(tokens > 10 for tokens in saved.values()), saved
 

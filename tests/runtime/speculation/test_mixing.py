@@ -93,7 +93,7 @@ def test_a_redundant_source_adds_nothing() -> None:
 def test_probabilities_stay_between_0_and_1(priors, data) -> None:
     mixer = Mixer(priors)
     sources = sorted(priors)
-    for _ in range(data.draw(st.integers(1, 30))):
+    for _ in range(data.draw(st.integers(1, 10))):
         speaking = data.draw(st.lists(st.sampled_from(sources), min_size=1, unique=True))
         evidence = []
         for source in speaking:

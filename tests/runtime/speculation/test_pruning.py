@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.growth import MIN_ADVANTAGE, best_width, expected_replay, prune
 from edgerun.runtime.speculation.tree import Source, Tree
-from support.adversarial_drafters import chain_tree
 
 EIGHTHS = st.integers(1, 8).map(lambda eighths: eighths / 8)
 CURVES = st.lists(st.sampled_from([0.0, 0.03125, 0.125, 0.25, 1.0]), min_size=1, max_size=8).map(
@@ -86,16 +85,6 @@ def test_tokens_that_run_again_are_charged(probabilities: list[float], pending: 
     else:
         assert advantage == pytest.approx(max(advantages))
         assert advantage == pytest.approx(advantages[width - 1])
-
-
-def test_nothing_is_drafted_where_nothing_pays() -> None:
-    tree = chain_tree(5, [6, 7], [0.9, 0.8], Source.SUFFIX)
-    for curve, rate, max_width in (([1.0, 2.0, 3.0], 1.0, 3), ([1.0], 1.0, 16), ([1.0, 1.0, 1.0], 1.0, 1)):
-        pruned = prune(tree, curve, rate, max_width)
-        assert pruned.tree.tokens.tolist() == [5]
-        assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
-    alone = prune(Tree.anchor_only(5), [1.0, 1.0], 1.0, 16)
-    assert (alone.tree.tokens.tolist(), *alone[1:]) == ([5], 1.0, 0.0)
 
 
 def test_parents_are_kept_before_children_of_equal_probability() -> None:

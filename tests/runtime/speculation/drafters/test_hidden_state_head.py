@@ -105,13 +105,6 @@ def test_where_features_are_unknown_the_head_begins_later(headed: TargetWithHead
     np.testing.assert_allclose(logits, headed.reference.run(tokens, (21, 22), first=19).logits[-1], atol=1e-3)
 
 
-def test_a_head_without_features_proposes_nothing(headed: TargetWithHead, target: GraphSession) -> None:
-    head = headed.open_head(target)
-    head.attach(target.arena(CONTEXT))
-    head.reset([20, 21, 22])
-    assert head.top_tokens((), 3).tokens == ()
-
-
 def test_accepted_tokens_run_again_with_the_targets_features(headed: TargetWithHead) -> None:
     assert_accepted_tokens_run_again(headed)
 

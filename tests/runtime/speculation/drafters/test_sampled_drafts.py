@@ -173,8 +173,8 @@ def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -
 @pytest.mark.parametrize(
     ("verify", "chain", "seeds"),
     [
-        (verify_block, True, 200),
-        (verify_recursive, False, 200),
+        (verify_block, True, 120),
+        (verify_recursive, False, 120),
         pytest.param(verify_block, True, 1200, marks=pytest.mark.nightly),
         pytest.param(verify_recursive, False, 1200, marks=pytest.mark.nightly),
     ],
