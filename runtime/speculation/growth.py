@@ -24,7 +24,6 @@ number is 1 + p(1) + ... + p(k - 1) - k p(k). A round without a draft leaves not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -43,8 +42,7 @@ MIN_ADVANTAGE: Final = 0.02
 """Tokens per round that a draft must gain beyond its cost; otherwise the round is a plain step."""
 
 
-@dataclass(frozen=True)
-class TokenPrices:
+class TokenPrices(NamedTuple):
     """Cost of a wider pass and of time, in tokens that plain decoding would produce meanwhile."""
 
     positions: Sequence[float]
@@ -239,7 +237,8 @@ def best_width(
         gained = tokens - 1 - rate * (curve[pending + count] - first)
         if replay is not None:
             again = expected_replay(count, probability, tokens - probability, pending)
-            gained -= rate * again * replay_seconds(curve, pending + count)
+            # Each of them costs the average of what they add to a pass over one token.
+            gained -= rate * again * (curve[pending + count] - curve[0]) / (pending + count)
         if gained > advantage:
             best, advantage, expected = count + 1, gained, tokens
     return best, advantage if best > 1 else 0.0, expected
@@ -255,9 +254,3 @@ def expected_replay(count: int, probability: float, before_last: float, pending:
         pending: number of tokens that run once more in this pass.
     """
     return (1 - probability) * pending + before_last - count * probability
-
-
-def replay_seconds(curve: Sequence[float], tokens: int) -> float:
-    """Seconds of each of some tokens that run once more, as the average of what they add to a pass over one."""
-    width = min(tokens, len(curve) - 1)
-    return (curve[width] - curve[0]) / width if width else 0.0

@@ -85,11 +85,7 @@ class _Pass(NamedTuple):
     bucket: _Bucket
     knot: Knot
     log: float
-
-    @property
-    def residual(self) -> float:
-        """What the present estimate does not explain, in log seconds."""
-        return self.log - self.knot.log
+    """Log seconds of the pass."""
 
 
 class PassCost:
@@ -228,7 +224,7 @@ class PassCost:
             knot = bucket.knots[width] = Knot(math.log(interpolated(bucket.knots, width)), _INHERITED_WEIGHT)
         seen = _Pass(bucket, knot, math.log(seconds))
         if bucket.first_residuals is not None:
-            self._learn_level(index, bucket, seen.residual - self._speed)
+            self._learn_level(index, bucket, seen.log - knot.log - self._speed)
             return
         self._recent.append(seen)
         place = _MIDDLE if self.doubt is None else _QUARTER
@@ -250,7 +246,7 @@ class PassCost:
         # the speed falls, until those of widths and contexts that are not run meanwhile are far too low.
         common = self._common
         if seen.knot.first is None:
-            self._common += (clipped(seen.residual - speed) - common) / MAX_WEIGHT
+            self._common += (clipped(seen.log - seen.knot.log - speed) - common) / MAX_WEIGHT
         seen.bucket.moved += abs(seen.knot.learn(seen.log - speed, common))
         if seen.bucket.moved > _SHAPE_TOLERANCE:
             seen.bucket.moved = 0.0

@@ -195,17 +195,6 @@ def search_cost(text: str, part: Any) -> int:
     return len(text) * (1 + min(len(part) if isinstance(part, str) else 1, _LONGEST_SEARCH))
 
 
-def _search(budget: Budget, text: Any, part: Any = "", *_: Any) -> int:
-    """Cost of a method that looks for a part of a text, or for an item of a list."""
-    return search_cost(text, part) if isinstance(text, str) else _product(budget, text, part)
-
-
-def _split(_: Budget, text: str, sep: str | None = None, maxsplit: int = -1, **__: Any) -> int:
-    pieces = text.count(sep) if sep else len(text) // 2
-    listed = pieces if maxsplit < 0 else min(pieces, maxsplit)
-    return search_cost(text, sep) + 16 * len(text) + 100 * pieces + 320 * listed
-
-
 def _replace(budget: Budget, text: Any, old: Any, new: Any, *_: Any, **__: Any) -> int:
     text, old, new = (budget.text(part) for part in (text, old, new))
     budget.reserve(len(text) + text.count(old) * max(len(new) - len(old), 0))
@@ -252,8 +241,6 @@ _COSTS: Final[dict[str, Callable[..., int]]] = {
     **dict.fromkeys(
         ("dictsort", "groupby", "max", "min", "sort", "unique"), lambda *args, **named: 200 * _product(*args, **named)
     ),
-    **dict.fromkeys(("count", "find", "index", "partition"), _search),
-    **dict.fromkeys(("rsplit", "split"), _split),
     "splitlines": lambda _, text, *__: 340 * len(text),
     "str.format": _format_cost,
     "format": percent_cost,

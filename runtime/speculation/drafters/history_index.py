@@ -14,8 +14,7 @@ import sys
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +44,7 @@ Found: TypeAlias = tuple[int, int, int]
 from the end of the newest sequence, and the token at the place. The best match sorts first."""
 
 
-@dataclass(frozen=True)
-class Covered:
+class Covered(NamedTuple):
     """What an index was made from."""
 
     identity: bytes
