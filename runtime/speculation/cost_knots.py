@@ -75,7 +75,7 @@ def count_strays(strays: int, residual: float) -> int:
 def interpolated(knots: Mapping[int, Knot], width: Any) -> Any:
     """Seconds at `width` (a number or an array): linear between the knots, which are first made not to fall.
 
-    Beyond the last knot the slope of the upper half continues, which is less noisy than that of the last piece. If
+    Beyond the last knot the slope of the upper half continues, which is less noisy than the last slope. If
     only width 1 is known, a pass over m tokens is assumed to cost m passes: no draft pays until more is known.
     """
     widths, times = _not_falling(knots)

@@ -185,7 +185,7 @@ class TreeGrowth:
             evidence = [(source, proposed.get(token, objection)) for source, objection, proposed in proposals]
             prediction = mixer.predict(evidence)
             source, strongest = evidence[0][0], -100.0
-            # There are no inputs of a single source; behind those of several stands a constant.
+            # There are no inputs of a single source; behind the inputs of several stands a constant.
             for (each, _, proposed), value in zip(proposals, prediction.inputs, strict=False):
                 if token in proposed and value > strongest:
                     source, strongest = each, value
@@ -250,7 +250,7 @@ def expected_replay(count: int, probability: float, before_last: float, pending:
     Args:
         count: number of draft tokens.
         probability: path probability of the last one.
-        before_last: sum of the path probabilities before the last draft token, that of the anchor, 1, included.
+        before_last: sum of the path probabilities before the last draft token, with the 1 of the anchor.
         pending: number of tokens that run once more in this pass.
     """
     return (1 - probability) * pending + before_last - count * probability

@@ -243,7 +243,7 @@ class PassCost:
             # Passes of one width alone tell the speed. Their noise must not move this width against the others.
             return
         # Disturbances make passes slower only, so their mean lies above the speed, and all estimates would rise while
-        # the speed falls, until those of widths and contexts that are not run meanwhile are far too low.
+        # the speed falls, until the estimates of widths and contexts that are not run are far too low.
         common = self._common
         if seen.knot.first is None:
             self._common += (clipped(seen.log - seen.knot.log - speed) - common) / MAX_WEIGHT
@@ -313,7 +313,7 @@ def _median(values: list[float]) -> float:
 
 
 def is_plausible(times: Mapping[int, float]) -> bool:
-    """Whether costs by width can be those of an undisturbed machine.
+    """Whether an undisturbed machine can have these costs by width.
 
     A pass over m tokens can do no more work than m passes over one, and no less than a narrower pass. Kernels and
     disturbances may double that.

@@ -1,7 +1,7 @@
 """Verifies a token tree by walking it along the tokens that plain decoding chooses.
 
 At every node the next token is chosen as in plain decoding, from the same logits and with the random number of its
-position; if a child carries that token, the walk continues there. The output is therefore that of plain decoding
+position; if a child carries that token, the walk continues there. So the output equals plain decoding's
 whatever was drafted: greedy or for a seed, with every filter and penalty, which see the accepted path only.
 
 Near ties are recomputed where greedy output has to equal plain decoding bit for bit: the kernels for several tokens

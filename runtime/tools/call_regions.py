@@ -139,7 +139,7 @@ class CallText:
     def json(self) -> Reading[Any]:
         """Read a JSON object or array, up to its end.
 
-        The grammar is that of RFC 8259, except that strings may have control characters in them, as models write line
+        RFC 8259 gives the grammar, except that strings may have control characters in them, as models write line
         ends there. Text that cannot become JSON is refused with its first wrong character.
 
         Raises:

@@ -2,10 +2,10 @@
 
 It keeps the sequence and, behind it, cache slots of any draft tokens, in an arena of its own. Nothing runs until logits
 are needed: then everything that is missing, of the sequence and of the draft, goes through in one pass. Slots of draft
-tokens are kept until the sequence grows: those of accepted tokens become slots of the sequence, and those that continue
+tokens are kept until the sequence grows: slots of accepted tokens become the sequence's, and those that continue
 it stay draft tokens. So a fully accepted chain costs no further pass: the next pass runs its last token together with
 the target's own next token. Where that was run too, while the target verified (`ahead`), the next round finds its
-logits, and those of what was run behind it.
+logits, and the logits of what was run behind it.
 
 A path is the tuple of draft tokens behind the sequence; `()` is the sequence itself. Token ids are the target's.
 """
@@ -42,7 +42,7 @@ _UNKNOWN: Final = -1
 
 
 class DraftModel(ModelDrafter):
-    """A draft model over one sequence. Between calls, the arena's committed slots are always those of the sequence.
+    """A draft model over one sequence. Between calls, the arena's committed slots always belong to the sequence.
 
     A sequence that is longer than the model's context, or has a token that is not in its vocabulary, cannot be
     continued: then there are no next tokens, and asking for them costs nothing.
@@ -279,7 +279,7 @@ class DraftModel(ModelDrafter):
         self.passes += 1
 
     def _common(self, path: Path) -> int:
-        """Number of leading scratch slots of a chain that are those of tokens of `path` before its last one."""
+        """Number of leading scratch slots of a chain that hold tokens of `path` before its last one."""
         pairs = zip(self._scratch, (path[:depth] for depth in range(1, len(path))), strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -47,7 +47,7 @@ class HistoryDrafter(TailDrafter):
             return []
         candidates: list[Candidate] = []
         counts: dict[int, int] = {}
-        # Places with a match of the same length count together, with those of longer ones.
+        # Places with a match of the same length count together, and places of longer matches too.
         for missing, places in groupby(sorted(self._index.find(state)), itemgetter(0)):
             new = []
             for _, _, follower in places:

@@ -101,7 +101,7 @@ class HistoryIndex:
         data: contents of its file.
 
     Raises:
-        ValueError: they are damaged, or not those of an index of this version and byte order.
+        ValueError: they are damaged, or not an index of this version and byte order.
     """
 
     def __init__(self, data: bytes) -> None:

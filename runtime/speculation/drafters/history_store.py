@@ -268,7 +268,7 @@ class HistoryStore:
         return True
 
     def _remove_index(self) -> bool:
-        """Remove the index file, and those of earlier versions of edge-run; returns whether they are gone."""
+        """Remove the index file, and the ones of earlier versions of edge-run; returns whether they are gone."""
         try:
             unfinished = self._index_path.with_name(f".{_INDEX}")
             for path in [self._index_path, unfinished, *self._folder.glob(f"*{_INDEX}-*")]:
