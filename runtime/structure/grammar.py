@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Final
 
 import llguidance
@@ -61,7 +62,6 @@ class Grammar:
         self._matcher: Final = matcher
         self._idle: list[llguidance.LLMatcher] = []
         """Matchers of answers that have ended, at the beginning again."""
-        self._lock: Final = threading.Lock()
         self._engine: Final = engine
 
     def start(self, token_ids: Sequence[int] = ()) -> GrammarState:
@@ -88,14 +88,14 @@ class Grammar:
 
     def _fresh(self) -> llguidance.LLMatcher:
         """A matcher at the beginning."""
-        with self._lock:
-            return self._idle.pop() if self._idle else self._matcher.deep_copy()
+        with suppress(IndexError):  # another answer may take the last one at the same time
+            return self._idle.pop()
+        return self._matcher.deep_copy()
 
     def _ended(self, matcher: llguidance.LLMatcher) -> None:
         """Keep the matcher of an answer that has ended for the next one: it knows parts of the grammar already."""
         if not matcher.is_error() and matcher.reset():
-            with self._lock:
-                self._idle.append(matcher)
+            self._idle.append(matcher)
 
 
 class Grammars:

@@ -271,14 +271,12 @@ class LayerSkipDraft(DraftModel):
 
     def __init__(self, bound: BoundGraph, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
         super().__init__(bound, cost, target_vocab, target_ids)
-        if not isinstance(bound.arena, BorrowedArena):
-            raise TypeError("a draft over the target's cache needs a borrowed arena")
+        assert isinstance(bound.arena, BorrowedArena)  # noqa: S101  loaded with one
         self._borrowed: Final = bound.arena
 
     def attach(self, arena: KVArena) -> None:
         """Borrow the slots of the target's `arena`, which holds the sequence from now on."""
-        if not isinstance(arena, InPlaceArena):
-            raise TypeError("only a cache in place can be borrowed from")
+        assert isinstance(arena, InPlaceArena)  # noqa: S101  checked when it was loaded
         self._borrowed.borrow(arena)
         self._stale = True
 
