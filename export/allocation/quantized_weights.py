@@ -41,6 +41,9 @@ from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 _CACHED_LINEARS: Final = 2
 """Number of linears whose statistics stay in memory, with what methods derive from them: the one that is written and
 the next one."""
+_BLAS: Final = ThreadpoolController()
+"""Controls the threads of the BLAS library. Pieces are quantized on several threads, whose BLAS threads would wait for
+each other, spinning: an export by GPTQ took twice as long on a busy machine."""
 Target = tuple[Float32Array, InputStatistics]
 """Weights [N, K] that a quantized linear approximates in place of its own, and the statistics of its inputs."""
 
@@ -94,7 +97,7 @@ class QuantizedLinearStore(ModelSource):
             _save(folder, correction_factors(error, inputs, weight_format)._asdict())
             return
         ranges = (rows for name in linear.weights for rows in self.row_ranges(name))
-        with _blas().limit(limits=1, user_api="blas"):
+        with _BLAS.limit(limits=1, user_api="blas"):
             pieces = list(in_order(lambda rows: self._new_rows(rows, weight_format, target), ranges))
         _save(folder, joined_rows(pieces)._asdict())
 
@@ -171,16 +174,6 @@ def _statistics_of(linear: FusedLinear, rows: RowRange) -> Iterator[tuple[str, i
         size = linear.shape[0] // linear.experts
         for expert in range(rows.start // size, -(-rows.stop // size)):
             yield (expert_of(linear.name, expert), max(rows.start, expert * size), min(rows.stop, (expert + 1) * size))
-
-
-@lru_cache(1)
-def _blas() -> ThreadpoolController:
-    """Controls the threads of the BLAS library.
-
-    Pieces are quantized on several threads, whose BLAS threads would wait for each other, spinning: an export by GPTQ
-    took twice as long on a busy machine.
-    """
-    return ThreadpoolController()
 
 
 def _save(folder: Path, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:

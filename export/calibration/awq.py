@@ -133,7 +133,7 @@ def apply_awq(
     candidates = [each for layer in layers for each in _scalable_linears(layer, config)]
     if not config.tied_head:
         candidates.append(_ScalableLinear(head_layout(config), norm=final_norm(config)))
-    found: dict[str, Float32Array] = {}
+    scales = AwqScales()
 
     def search(candidate: _ScalableLinear) -> Float32Array | None:
         linear, known = candidate.linear, statistics(candidate.linear.name)
@@ -144,12 +144,8 @@ def apply_awq(
     for number, (candidate, factors) in enumerate(zip(candidates, in_order(search, candidates), strict=True)):
         progress(STAGE, number / len(candidates))
         if factors is not None:
-            found[candidate.linear.name] = factors
+            candidate.enter(scales, factors)
     progress(STAGE, 1.0)
-    scales = AwqScales()
-    for candidate in candidates:
-        if candidate.linear.name in found:
-            candidate.enter(scales, found[candidate.linear.name])
     return AwqSource(source, config, scales), scaled_statistics(statistics, scales)
 
 

@@ -27,8 +27,8 @@ from ..checkpoint.layout import fused_linears, layer_layout
 from ..checkpoint.source import Float32Array, in_order
 from .layer_graphs import CONCURRENT_PASSES
 from .layer_runner import LayerRunner
-from .logit_comparison import LogitComparison, LogitDifference, ReferenceLogits, owned
-from .text_batches import Batch, pack_texts
+from .logit_comparison import Float64Array, LogitComparison, LogitDifference, ReferenceLogits, owned
+from .text_batches import pack_texts
 
 EXACT: Final = WeightFormat(32)
 _STATE_BYTES: Final = 1 << 28
@@ -55,6 +55,19 @@ class Divergence:
     """Perplexity of the float model."""
     tokens: int
     """Number of tokens."""
+
+    @classmethod
+    def of(
+        cls, kl: Float64Array, agrees: npt.NDArray[np.bool_], next_nll: Float64Array, float_nll: Float64Array
+    ) -> Divergence:
+        """Average over positions, each array [n]: KL, agreement, and -log p of the next token of model and float model.
+
+        There is no next token where -log p is NaN.
+        """
+        mean_kl = float(kl.mean())
+        perplexity, of_float = (float(np.exp(np.nanmean(each))) for each in (next_nll, float_nll))
+        noiseless = mean_kl if mean_kl > _NOISE_KL else 0.0
+        return cls(noiseless, float(np.quantile(kl, 0.99)), float(agrees.mean()), perplexity, of_float, len(kl))
 
     def as_mapping(self) -> dict[str, float]:
         """The numbers by name, as stored in `Manifest.quality`."""
@@ -218,7 +231,11 @@ class PlanEvaluator:
             weights = {linear.name: self._matrix(linear, plan[linear.name]) for linear in needed}
 
             def step(number: int, stage: int = stage, weights: Mapping[str, Float32Array] = weights) -> Float32Array:
-                return self._step(stage, self._batches[number], hidden.get(number), weights)
+                batch, states = self._batches[number], hidden.get(number)
+                if states is None or stage == 0:
+                    return self._runner.embed(batch, weights.get("embedding"))
+                index, second = divmod(stage - 1, 2)
+                return self._runner.half(index, not second, states, batch, lambda each: weights[each.name])[0]
 
             for number, states in zip(due, in_order(step, due), strict=True):
                 hidden[number] = states
@@ -229,15 +246,6 @@ class PlanEvaluator:
                 elif stage % self._stride == 0:
                     self._recent.put((number, keys[stage]), states)
         return hidden
-
-    def _step(
-        self, stage: int, batch: Batch, hidden: Float32Array | None, weights: Mapping[str, Float32Array]
-    ) -> Float32Array:
-        """Run one stage: the embedding, or one half of a layer."""
-        if hidden is None or stage == 0:
-            return self._runner.embed(batch, weights.get("embedding"))
-        index, second_half = divmod(stage - 1, 2)
-        return self._runner.half(index, not second_half, hidden, batch, lambda linear: weights[linear.name])[0]
 
     def _latest(self, number: int, keys: Sequence[int], exact_stages: int) -> tuple[int, Float32Array | None]:
         """The stage to begin with, and the states before it; None before the first."""
@@ -285,20 +293,9 @@ class PlanEvaluator:
         return matrix
 
     def _summary(self, differences: Sequence[LogitDifference], numbers: Sequence[int]) -> Divergence:
-        kl = np.concatenate([each.kl for each in differences])
-        mean_kl = float(kl.mean())
-        return Divergence(
-            mean_kl=mean_kl if mean_kl > _NOISE_KL else 0.0,
-            p99_kl=float(np.quantile(kl, 0.99)),
-            top1_agreement=float(np.concatenate([each.agrees for each in differences]).mean()),
-            perplexity=_perplexity(differences),
-            float_perplexity=_perplexity([each for number in numbers for each in self._references[number]]),
-            tokens=len(kl),
-        )
-
-
-def _perplexity(parts: Sequence[LogitDifference] | Sequence[ReferenceLogits]) -> float:
-    return float(np.exp(np.nanmean(np.concatenate([each.next_nll for each in parts]))))
+        kl, agrees, next_nll = (np.concatenate(each) for each in zip(*differences, strict=True))
+        float_nll = [each.next_nll for number in numbers for each in self._references[number]]
+        return Divergence.of(kl, agrees, next_nll, np.concatenate(float_nll))
 
 
 class RecentArrays:

@@ -153,83 +153,55 @@ class _FreeAttention(Attention):
         return "attention_bias"
 
 
-def attention_half(config: DecoderConfig, index: int, context: int) -> HalfLayer:
-    """Build norm, attention and output projection of layer `index`.
-
-    Besides the inputs of every half, the graph has `position_ids` int64 [B, S], `attention_bias` float32 [B, 1, S, S],
-    `seqlens_k` int32 [B] and `total_sequence_length` as GroupQueryAttention defines them, and empty past keys and
-    values.
-    """
-    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
-    attended = _FreeAttention(nodes, context).append(index, layer, _normed(nodes, layer.before_attention))
-    nodes.add_residual(nodes.linear(layer.output, attended), layer.after_attention)
-    used = {name for node in nodes.protos for name in node.input}
-    past = [_floats(name, 4) for name in inputs_outputs.past_cache(index)]
-    declared = [
-        helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]),
-        _floats("attention_bias", 4),
-        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [None]),
-        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
-    ]
-    return nodes.finished([*(each for each in declared if each.name in used), *past])
-
-
 def within_text(back: int) -> str:
     """Name of the input that says which tokens have one of their own text that far before them."""
     return f"within_text.{back}"
 
 
-def state_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm, convolution or linear attention, and output projection of layer `index`.
+def half_layer(config: DecoderConfig, index: int, mixes: bool, context: int) -> HalfLayer:
+    """Build the first half of layer `index`, which mixes tokens, or the second one.
 
-    Besides the inputs of every half, the graph has the states before the first token, `Batch.within_text` for every
-    token that a kernel reaches back, for linear attention `TEXT_STARTS`, and the layer's vectors and kernels.
+    The first half is norm, attention, convolution or linear attention, and output projection. Besides the inputs of
+    every half, its graph has either `position_ids` int64 [B, S], `attention_bias` float32 [B, 1, S, S], `seqlens_k`
+    int32 [B] and `total_sequence_length` as GroupQueryAttention defines them, and empty past keys and values; or the
+    states before the first token, `Batch.within_text` for every token that a kernel reaches back, and for linear
+    attention `TEXT_STARTS`.
 
-    Raises:
-        ValueError: The layer has attention.
+    The second half is norm and feed-forward. With experts, it is norm, router and shared expert: in place of hidden
+    states the graph then returns the scores of the experts, [B, S, experts], and behind them in the last axis, where
+    the layer has a shared expert, what that computes, [B, S, hidden].
     """
     nodes, layer = _FedNodes(config, index), layer_layout(config, index)
-    normed = _normed(nodes, layer.before_attention)
-    if layer.states is None:
-        raise ValueError(f"layer {index} has no states but a cache")
-    states = [_floats(inputs_outputs.past_conv(index), 3)]
-    mixed = append_states(nodes, index, layer, layer.states, normed)
-    if isinstance(layer.states.config, RecurrentConfig):
-        states += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
-        states.append(_floats(TEXT_STARTS, 3))
-    nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
-    return nodes.finished([*states, *(_floats(within_text(back), 3) for back in range(1, layer.states.config.kernel))])
-
-
-def router_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm, router and shared expert of layer `index`.
-
-    In place of hidden states the graph returns the scores of the experts, [B, S, experts], and behind them in the last
-    axis, where the layer has a shared expert, what that computes, [B, S, hidden].
-
-    Raises:
-        ValueError: The layer has no experts.
-    """
-    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
-    if layer.router is None:
-        raise ValueError(f"layer {index} has no experts")
-    normed = _normed(nodes, layer.before_mlp)
-    scores = nodes.linear(layer.router, normed)
-    shared = [] if layer.shared is None else [append_shared_expert(nodes, index, layer.shared, normed)]
-    nodes.add("Concat", [scores, *shared], SUM, axis=-1)
-    return nodes.finished([])
-
-
-def feed_forward_half(config: DecoderConfig, index: int) -> HalfLayer:
-    """Build norm and feed-forward of layer `index`."""
-    nodes, layer = _FedNodes(config, index), layer_layout(config, index)
-    output = append_feed_forward(nodes, index, layer, _normed(nodes, layer.before_mlp))
-    nodes.add_residual(output, layer.after_mlp)
-    return nodes.finished([])
-
-
-def _normed(nodes: Nodes, norm: Norm | None) -> str:
-    return HIDDEN if norm is None else nodes.norm(HIDDEN, norm, "normed")
+    before = layer.before_attention if mixes else layer.before_mlp
+    normed = HIDDEN if before is None else nodes.norm(HIDDEN, before, "normed")
+    feeds: list[ValueInfoProto] = []
+    if not mixes and layer.router is None:
+        nodes.add_residual(append_feed_forward(nodes, index, layer, normed), layer.after_mlp)
+    elif layer.router is not None and not mixes:
+        scores = nodes.linear(layer.router, normed)
+        shared = [] if layer.shared is None else [append_shared_expert(nodes, index, layer.shared, normed)]
+        nodes.add("Concat", [scores, *shared], SUM, axis=-1)
+    elif layer.states is None:
+        mixed = _FreeAttention(nodes, context).append(index, layer, normed)
+        nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
+        used = {name for node in nodes.protos for name in node.input}
+        declared = [
+            helper.make_tensor_value_info("position_ids", TensorProto.INT64, [None, None]),
+            _floats("attention_bias", 4),
+            helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [None]),
+            helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
+        ]
+        past = [_floats(name, 4) for name in inputs_outputs.past_cache(index)]
+        feeds = [*(each for each in declared if each.name in used), *past]
+    else:
+        mixed = append_states(nodes, index, layer, layer.states, normed)
+        nodes.add_residual(nodes.linear(layer.output, mixed), layer.after_attention)
+        feeds = [_floats(inputs_outputs.past_conv(index), 3)]
+        if isinstance(layer.states.config, RecurrentConfig):
+            feeds += [_floats(inputs_outputs.past_recurrent(index), 4), _floats(inputs_outputs.past_updates(index), 3)]
+            feeds.append(_floats(TEXT_STARTS, 3))
+        feeds += [_floats(within_text(back), 3) for back in range(1, layer.states.config.kernel)]
+    return nodes.finished(feeds)
 
 
 def _floats(name: str, rank: int) -> Any:

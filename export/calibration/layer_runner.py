@@ -7,7 +7,6 @@ quantized ones. Texts run in batches (`text_batches`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,12 +28,9 @@ from .layer_graphs import (
     HalfLayer,
     RoutedInputs,
     Vector,
-    attention_half,
     concurrent_session,
-    feed_forward_half,
-    router_half,
+    half_layer,
     run_experts,
-    state_half,
     within_text,
 )
 from .logit_comparison import parsed_model
@@ -104,17 +100,15 @@ class LayerRunner:
             The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K]; the inputs of
             single experts by `expert_of`.
         """
-        attends = index not in self.config.layers_with_states
-        feeds: dict[str, npt.NDArray[Any]] = {}
-        if mixes:
-            attention = partial(attention_half, context=self._context)
-            kind, build = (self.config.attention[index], attention) if attends else ("states", state_half)
-            half = self._loaded(kind, build, index)
-            feeds = self._mixer_feeds(half, index, batch)
-        elif layer_layout(self.config, index).router is not None:
-            return self._experts(index, hidden, weights_of)
-        else:
-            half = self._loaded("dense", feed_forward_half, index)
+        layer = layer_layout(self.config, index)
+        routed = layer.router is not None
+        kind = mixes, (layer.states is None and self.config.attention[index]) if mixes else routed
+        if kind not in self._halves:
+            self._halves[kind] = half_layer(self.config, index, mixes, self._context)
+        half = self._halves[kind]
+        if routed and not mixes:
+            return self._experts(half, index, hidden, weights_of)
+        feeds = self._mixer_feeds(half, index, batch) if mixes else {}
         return *self._run(half, index, hidden, weights_of, feeds, capture), {}
 
     def captured(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Captured:
@@ -122,12 +116,6 @@ class LayerRunner:
         middle, first, _ = self.half(index, True, hidden, batch, weights_of, capture=True)
         after, second, routed = self.half(index, False, middle, batch, weights_of, capture=True)
         return after, {**first, **second}, routed
-
-    def _loaded(self, kind: Hashable, build: Callable[[DecoderConfig, int], HalfLayer], index: int) -> HalfLayer:
-        """The graph of a kind of half layers, built for the first of them."""
-        if kind not in self._halves:
-            self._halves[kind] = build(self.config, index)
-        return self._halves[kind]
 
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
@@ -169,12 +157,10 @@ class LayerRunner:
         found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
         return after, {linear: found[value] for linear, value in wanted.items()}
 
-    def _experts(self, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Captured:
+    def _experts(self, half: HalfLayer, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Captured:
         """Hidden states after experts, and the inputs of router, shared expert and selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
-        if config.experts is None or layer.router is None:
-            raise ValueError(f"layer {index} has no experts")
-        half = self._loaded("router", router_half, index)
+        assert config.experts is not None and layer.router is not None  # noqa: S101, PT018 -- half() has checked it
         outputs, inputs = self._run(half, index, hidden, weights_of, {}, capture=True)
         scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
         gate_up, down = ((linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down))

@@ -37,6 +37,23 @@ _STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 
 
+@contextmanager
+def export_errors(what: str, hint: str = "") -> Iterator[None]:
+    """Within the block, errors of ONNX Runtime become an error of the export.
+
+    Args:
+        what: what failed, for the message.
+        hint: what to do about it.
+
+    Raises:
+        ExportError: ONNX Runtime raised an error.
+    """
+    try:
+        yield
+    except ORT_ERRORS as error:
+        raise ExportError(f"{what}: {error_reason(error)}", hint) from error
+
+
 class ContractSession:
     """A loaded graph, its KV buffers, and the number of committed slots in them (`length`)."""
 
@@ -153,10 +170,8 @@ class ContractSession:
             shared = ort.OrtValue.ortvalue_from_numpy(buffer)
             binding.bind_ortvalue_input(past, shared)
             binding.bind_ortvalue_output(present, shared)
-        try:
+        with export_errors("the graph cannot be run", _HINT):
             self._session.run_with_iobinding(binding, self._options)
-        except ORT_ERRORS as error:
-            raise ExportError(f"the graph cannot be run: {error_reason(error)}", _HINT) from error
         outputs = binding.get_outputs()
         first_extra = 1 + len(self._states)
         self._new_states = [output.numpy() for output in outputs[1:first_extra]]
@@ -182,10 +197,8 @@ class ModelSession:
         Raises:
             ExportError: the model does not run on these inputs.
         """
-        try:
+        with export_errors("the model cannot be run", _HINT):
             return list(self._session.run(list(outputs), dict(feeds)))
-        except ORT_ERRORS as error:
-            raise ExportError(f"the model cannot be run: {error_reason(error)}", _HINT) from error
 
 
 def evaluate_passes(
@@ -203,11 +216,9 @@ def evaluate_passes(
     """
     options = _options(model, folder, 1)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    try:
+    with export_errors("a part of the model cannot be run"):
         session = load_session(_serialized(model), options)
         return [list(session.run(None, dict(feeds))) for feeds in passes]
-    except ORT_ERRORS as error:
-        raise ExportError(f"a part of the model cannot be run: {error_reason(error)}") from error
 
 
 def _options(model: str | ModelProto, folder: Path, threads: int) -> ort.SessionOptions:
@@ -224,10 +235,8 @@ def _options(model: str | ModelProto, folder: Path, threads: int) -> ort.Session
 def _load(model: str | ModelProto, folder: Path, threads: int = 0) -> ort.InferenceSession:
     options = _options(model, folder, threads)
     source = _serialized(model) if isinstance(model, ModelProto) else model
-    try:
+    with export_errors("ONNX Runtime cannot load the model", _HINT):
         return load_session(source, options)
-    except ORT_ERRORS as error:
-        raise ExportError(f"ONNX Runtime cannot load the model: {error_reason(error)}", _HINT) from error
 
 
 def _serialized(model: ModelProto) -> bytes:

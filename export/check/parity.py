@@ -240,12 +240,5 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
     session = ContractSession(folder, len(tokens))
     shipped = log_softmax(session.forward(tokens, np.arange(len(tokens))).astype(np.float64))
     kl = np.sum(np.exp(original) * (original - shipped), axis=-1)
-    before, following = np.arange(len(tokens) - 1), tokens[1:]
-    return Divergence(
-        mean_kl=float(kl.mean()),
-        p99_kl=float(np.quantile(kl, 0.99)),
-        top1_agreement=float(np.mean(shipped.argmax(-1) == original.argmax(-1))),
-        perplexity=float(np.exp(-shipped[before, following].mean())),
-        float_perplexity=float(np.exp(-original[before, following].mean())),
-        tokens=len(tokens),
-    )
+    nll, float_nll = (-each[np.arange(len(tokens) - 1), tokens[1:]] for each in (shipped, original))
+    return Divergence.of(kl, shipped.argmax(-1) == original.argmax(-1), nll, float_nll)

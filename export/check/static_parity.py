@@ -17,10 +17,10 @@ from onnx import ModelProto
 
 from ...errors import ExportError
 from ...models.progress import Progress
-from ...runtime.graph.ort import ORT_ERRORS, error_reason, load_session, session_options
+from ...runtime.graph.ort import load_session, session_options
 from ..checkpoint.config import DecoderConfig
 from ..npu.static_shapes import StaticShape
-from .contract_session import ContractSession
+from .contract_session import ContractSession, export_errors
 from .parity import with_float_activations
 
 MASKED: Final = np.float16(-30000)
@@ -53,10 +53,8 @@ class StaticContractSession:
         Raises:
             ExportError: ONNX Runtime cannot load it.
         """
-        try:
+        with export_errors(f"ONNX Runtime cannot load {path.name}"):
             self._session = load_session(str(path), session_options())
-        except ORT_ERRORS as error:
-            raise ExportError(f"ONNX Runtime cannot load {path.name}: {error_reason(error)}") from error
         shapes = {value.name: value.shape for value in self._session.get_inputs()}
         self.width: Final = int(shapes["input_ids"][1])
         self._masks = [name for name in shapes if name.startswith("attention_mask")]
@@ -85,10 +83,8 @@ class StaticContractSession:
             ExportError: the graph does not run.
         """
         count = len(tokens)
-        try:
+        with export_errors("the static graph cannot be run"):
             values = self._session.run(None, self.feeds(cache, length, tokens, positions, sees))
-        except ORT_ERRORS as error:
-            raise ExportError(f"the static graph cannot be run: {error_reason(error)}") from error
         outputs = dict(zip((value.name for value in self._session.get_outputs()), values, strict=True))
         new_slots = {name: outputs[name.replace("past_key_values", "present")][:, :, :count] for name in self.caches}
         rows = slice(None) if self._selects_logits else slice(count)

@@ -110,7 +110,7 @@ def ranked_text(folder: Path, vocabulary: int, text: CalibrationText) -> tuple[T
     return ranking, [answer_start(each, markers) for each in text.held_out]
 
 
-def coverage(texts: Sequence[TokenArray], starts: Sequence[int], kept: TokenArray) -> float:
+def kept_share(texts: Sequence[TokenArray], starts: Sequence[int], kept: TokenArray) -> float:
     """Share of the tokens of answers, which begin at `starts`, that are kept."""
     answers = np.concatenate([each[start:] for each, start in zip(texts, starts, strict=True)])
     return float(np.isin(answers, kept).mean())

@@ -22,7 +22,7 @@ from ..quantization.methods import FP32, with_methods
 from ..recipe import DraftTokens, ExportRecipe
 from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
-from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, coverage, ranked_text
+from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, kept_share, ranked_text
 from .layer_skip_draft import adopt_layer_skip_draft
 from .trimmed_head import head_tokens, write_trimmed
 
@@ -183,4 +183,4 @@ def _trim(
             move(trimmed, draft)
     finally:
         remove(trimmed)
-    return tokens, coverage(text.held_out, starts, kept)
+    return tokens, kept_share(text.held_out, starts, kept)

@@ -54,7 +54,7 @@ from .head_size import (
     TokenRanking,
     best_size,
     count_agreement,
-    coverage,
+    kept_share,
     ranked_text,
 )
 
@@ -261,7 +261,7 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
     trim_own_draft(folder, kept)
     return (
         f"The multi-token-prediction module drafts {tokens} of {vocabulary} tokens, "
-        f"{coverage(text.held_out, starts, kept):.1%} of those in held-out answers."
+        f"{kept_share(text.held_out, starts, kept):.1%} of those in held-out answers."
     )
 
 

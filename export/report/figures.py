@@ -80,10 +80,6 @@ class PlanFigures:
     milliseconds: Mapping[int, float]
     """Predicted milliseconds of a pass by its width."""
 
-    def memory_bound_rate(self, bandwidth: float) -> float:
-        """Tokens per second where reading the weights at `bandwidth` GB/s takes all the time."""
-        return bandwidth * 1e9 / self.bytes_read
-
 
 @dataclass(frozen=True)
 class Speed:

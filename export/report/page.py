@@ -291,22 +291,18 @@ def grids_of(linears: Sequence[LinearFigures]) -> list[Grid]:
         shade = _FAINTEST + (1 - _FAINTEST) * share
         return Cell(number, "", "cost strong" if shade > _STRONG_SHADE else "cost", shade)
 
-    titles = {"Bits and block size of each linear": bits, "KL with each linear alone quantized, nats": kl}
-    grids = [_grid(title, linears, cell_of) for title, cell_of in titles.items() if logs or cell_of is bits]
-    return [grid for grid in grids if grid.layers]
-
-
-def _grid(title: str, linears: Sequence[LinearFigures], cell_of: Callable[[LinearFigures], Cell]) -> Grid:
     places = {linear.name: _IN_LAYER.fullmatch(linear.name) for linear in linears}
     layers = max((1 + int(place[1]) for place in places.values() if place), default=0)
-    rows: dict[str, list[Cell | None]] = {}
-    for linear in linears:
-        tooltip = f"{linear.name}: {linear.weight_format}, {linear.bytes_read / 1e6:.4g} MB"
-        if linear.kl_alone is not None:
-            tooltip += f", KL alone {linear.kl_alone:.3g}"
-        cell, place = cell_of(linear)._replace(tooltip=tooltip), places[linear.name]
-        if place is None:
-            rows[linear.name] = [cell]
-        else:
-            rows.setdefault(place[2], [None] * layers)[int(place[1])] = cell
-    return Grid(title, layers, rows)
+    titles = {"Bits and block size of each linear": bits, "KL with each linear alone quantized, nats": kl}
+    grids = [Grid(title, layers, {}) for title, cell_of in titles.items() if layers and (logs or cell_of is bits)]
+    for grid in grids:
+        for linear in linears:
+            tooltip = f"{linear.name}: {linear.weight_format}, {linear.bytes_read / 1e6:.4g} MB"
+            if linear.kl_alone is not None:
+                tooltip += f", KL alone {linear.kl_alone:.3g}"
+            cell, place = titles[grid.title](linear)._replace(tooltip=tooltip), places[linear.name]
+            if place is None:
+                grid.rows[linear.name] = [cell]
+            else:
+                grid.rows.setdefault(place[2], [None] * layers)[int(place[1])] = cell
+    return grids

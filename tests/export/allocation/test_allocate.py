@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgerun.errors import InputError
 from edgerun.export.allocation.allocate import Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import Sensitivity, measure_sensitivities
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_candidates, planned_linears
@@ -18,7 +17,6 @@ from edgerun.export.allocation.plan_costs import (
     Budget,
     Measure,
     bytes_read,
-    parse_budget,
     plan_cost,
     weight_count,
 )
@@ -126,13 +124,6 @@ class TestAllocation:
         assert measured[-1] == found.plan
         assert found.measured_ratio == pytest.approx(1.1 ** len(measured))
         assert found.measured_ratio * plan_cost(found.plan, BYTES_READ, config) < 1.11 * budget.limit(config)
-
-    def test_an_unreachable_budget_is_refused(self, tmp_path: Path, config: DecoderConfig) -> None:
-        budget = parse_budget("1.5bpw")
-        sensitivities = measured_alone(config, lambda _, each: 2.0**-each.bits, BASE_FORMATS, tmp_path)
-        expected = r"no quantization plan of this model is within 1\.5bpw; give a budget from \d\.\d+bpw to \d+\."
-        with pytest.raises(InputError, match=expected):
-            allocate(config, sensitivities, (refused, refused), budget, cost_measures(budget, config))
 
 
 def measured_alone(

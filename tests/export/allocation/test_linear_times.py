@@ -207,17 +207,10 @@ def whole_pass(layers: int, linears: dict[int, float], factors: dict[int, float]
     return WholePass(layers, milliseconds, linears)
 
 
-def passes(factors: dict[int, float], layer: float, scale: float = 1.0) -> list[WholePass]:
+def passes(factors: dict[int, float], layer: float) -> list[WholePass]:
     """Passes over a model for each number of bits, and over one with all."""
-    uniform = [{bits: scale * (2 + bits)} for bits in BITS]
-    return [whole_pass(24, linears, factors, layer) for linears in (*uniform, dict.fromkeys(BITS, scale))]
-
-
-@given(st.floats(-0.02, 0.2), st.floats(0.1, 100))
-def test_exact_sums_are_not_changed(layer: float, scale: float) -> None:
-    factors, found = fit_passes(passes(dict.fromkeys(BITS, 1.0), layer * scale, scale))
-    assert factors == pytest.approx(dict.fromkeys(BITS, 1.0))
-    assert found == pytest.approx(layer * scale, abs=1e-9 * scale)
+    uniform = [{bits: 2.0 + bits} for bits in BITS]
+    return [whole_pass(24, linears, factors, layer) for linears in (*uniform, dict.fromkeys(BITS, 1.0))]
 
 
 @given(st.lists(st.floats(0.85, 1.15), min_size=3, max_size=3), st.floats(0.01, 0.1))

@@ -145,10 +145,3 @@ def test_bytes_are_counted_as_packed(config: DecoderConfig) -> None:
     assert bytes_read(embedding, WeightFormat(8, 32, zero_points=True)) == 10 * (96 + 12 + 3)
     assert bytes_read(FusedLinear("head", (), (10,), 96), WeightFormat(32)) == 3840
     assert Budget(4, Measure.BITS).limit(config) == weight_count(config) / 2
-
-
-def test_a_shared_matrix_counts_once(config: DecoderConfig) -> None:
-    names = [linear.name for linear in planned_linears(config)]
-    assert "embedding" not in names
-    assert weight_count(config) == sum(linear.weight_count for linear in planned_linears(config))
-    assert "embedding" in [linear.name for linear in planned_linears(replace(config, tied_head=False))]

@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
-from edgerun.export import FP32, ExportRecipe, export_checkpoint  # noqa: E402
 from edgerun.export.check.head_reference import reference_head  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
@@ -26,22 +25,13 @@ from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     with_states,
 )
 from edgerun.export.draft_training.eagle_head import EagleNetwork  # noqa: E402
-from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
-from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E402
-    AnswerOptions,
-    PromptConversation,
     TargetStates,
-    load_examples,
     state_layers,
 )
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
-from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402
-from edgerun.runtime.engine_loading import load  # noqa: E402
-from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
-from edgerun.runtime.speculation.choice import Speculation  # noqa: E402
 from support.tiny_heads import eagle_tensors  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
@@ -177,41 +167,3 @@ def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.Mon
     assert found["tokens_per_pass"] == positions / passes
     assert found["agreement"] == agreeing / positions
     assert found["acceptance"] == pytest.approx(overlap / positions, abs=1e-6)
-
-
-def test_an_exported_head_drafts_what_it_was_trained_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
-    target = write_bundle(tmp_path / "target", num_hidden_layers=4)
-    told = [PromptConversation((f"the thing {number} of them",)) for number in range(16)]
-    request = DraftTrainingRequest(
-        str(target),
-        tmp_path / "head",
-        tuple(told),
-        tuple(told[:6]),
-        kind=DraftKind.EAGLE3,
-        answers=AnswerOptions(max_tokens=16),
-        device="cpu",
-        training=TrainOptions(
-            steps=12, batch_tokens=400, matrix_rate=1e-2, other_rate=1e-2, warmup=2, average=0.9, evaluate_every=12
-        ),
-    )
-    record = train_draft(request)
-    recipe = ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32)
-    pair = export_checkpoint(tmp_path / "target" / "checkpoint", tmp_path / "pair", recipe).bundle
-    examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")
-    agreeing = positions = 0
-    with load(pair, device="cpu", learned=False) as engine:
-        drafter, bound = engine.model.drafters.draft_model(), engine.model.new_sequence().bound
-        assert drafter is not None
-        for example in examples:
-            start = example.answer.index(True)
-            agreeing += count_agreement(bound, drafter, example.ids[:-1], start)
-            positions += len(example.ids) - 1 - start
-        answers = [
-            engine.generate("the thing", temperature=0.0, max_tokens=20, speculation=speculation).text
-            for speculation in (Speculation.parse("eagle"), Speculation.OFF)
-        ]
-    assert answers[0] == answers[1]
-    # The last digit may decide near ties otherwise.
-    assert 0 < agreeing < positions
-    assert abs(agreeing - record["history"][-1]["agreement"] * positions) <= 1

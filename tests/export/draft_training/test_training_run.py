@@ -15,15 +15,20 @@ torch = pytest.importorskip("torch")
 
 from safetensors.numpy import load_file  # noqa: E402
 
+from edgerun.export import FP32, ExportRecipe, export_checkpoint  # noqa: E402
+from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.draft_tasks import LossKind  # noqa: E402
 from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.request import DraftKind, DraftTrainingRequest  # noqa: E402
-from edgerun.export.draft_training.target_data import AnswerOptions, PromptConversation  # noqa: E402
+from edgerun.export.draft_training.target_data import AnswerOptions, PromptConversation, load_examples  # noqa: E402
 from edgerun.export.draft_training.torch_llama import BlockRounding, CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_loop import load_state  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows  # noqa: E402
 from edgerun.models.manifest import WeightFormat  # noqa: E402
+from edgerun.runtime.engine_loading import load  # noqa: E402
+from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
+from edgerun.runtime.speculation.choice import Speculation  # noqa: E402
 from edgerun.training.checkpoint import load_model, save_model  # noqa: E402
 from edgerun.training.tokenizer import train_tokenizer  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
@@ -102,6 +107,34 @@ def test_a_draft_learns_what_its_target_answers(target: Path, tmp_path: Path, ki
     record = train_draft(replace(same, conversations=(*same.conversations, *same.held_out)))
     assert record["best"] > 1.5
     assert record["history"][-1]["agreement"] > 0.4
+
+
+def test_an_exported_head_drafts_what_it_was_trained_to(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
+    options = replace(OPTIONS, steps=12, batch_tokens=400, evaluate_every=12)
+    same = request(target, tmp_path / "head", kind=DraftKind.EAGLE3, training=options)
+    record = train_draft(replace(same, conversations=(*same.conversations, *same.held_out)))
+    recipe = ExportRecipe(FP32, draft=tmp_path / "head", draft_weights=FP32)
+    pair = export_checkpoint(target.parent / "checkpoint", tmp_path / "pair", recipe).bundle
+    examples = load_examples(tmp_path / "head" / "training" / "held-out" / "answers-00000.safetensors")
+    agreeing = positions = 0
+    with load(pair, device="cpu", learned=False) as engine:
+        drafter, bound = engine.model.drafters.draft_model(), engine.model.new_sequence().bound
+        assert drafter is not None
+        for example in examples:
+            start = example.answer.index(True)
+            agreeing += count_agreement(bound, drafter, example.ids[:-1], start)
+            positions += len(example.ids) - 1 - start
+        answers = [
+            engine.generate("the thing", temperature=0.0, max_tokens=20, speculation=speculation).text
+            for speculation in (Speculation.parse("eagle"), Speculation.OFF)
+        ]
+    assert answers[0] == answers[1]
+    # The last digit may decide near ties otherwise.
+    assert 0 < agreeing < positions
+    assert abs(agreeing - record["history"][-1]["agreement"] * positions) <= 1
 
 
 SHAPE = ModelShape(
