@@ -37,6 +37,9 @@ from support import option_keywords
         ({"tokenizer": {}}, "tokenizer is {}; it must be text or a path"),
         ({"progress": None}, "progress is None; it must be a function"),
         ({"prefix_cache": -1}, "prefix_cache is -1; it must be a number of bytes, 0 or more"),
+        ({"power": "turbo"}, "power is 'turbo'; it must be one of auto, performance, saver"),
+        ({"prefill": "fast"}, "prefill is 'fast'; it must be one of auto, plain, int8"),
+        ({"kv": "int4"}, "kv is 'int4'; it must be one of float, int8"),
     ],
 )
 def test_load_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:
@@ -61,6 +64,9 @@ WRONG_OPTIONS = [
     ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
     ({"temperature": float("nan")}, "temperature is nan; it must be 0"),
     ({"top_k": 1.5}, "top_k is 1.5; it must be a whole number"),
+    ({"logprobs": True}, "logprobs is True; it must be a whole number"),
+    ({"logprobs": -1}, "logprobs is -1; it must be between 0 and 20"),
+    ({"logprobs": 21}, "logprobs is 21; it must be between 0 and 20"),
     ({"seed": None, "raw": "yes"}, "raw is 'yes'; it must be True or False"),
     ({"system": 3}, "system is 3; it must be text"),
     ({"speculation": "off"}, "speculation is 'off'; it must be a Speculation"),

@@ -80,17 +80,6 @@ def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> N
     assert tuple(other) not in texts
 
 
-def test_end_of_sequence_tokens_end_the_text_and_are_not_part_of_it(tiny_bundle: Path) -> None:
-    free = run(bind(tiny_bundle), [50, 60], SamplingParams(), DecodeLimits(30))
-    for eos in (frozenset({free[0]}), frozenset({free[7], 299}), frozenset({free[-1]})):
-        steps = list(decode(bind(tiny_bundle), [50, 60], Sampler(SamplingParams(), VOCABULARY), DecodeLimits(30, eos)))
-        tokens = [token for step in steps for token in step.tokens]
-        end = min(free.index(token) for token in eos if token in free)
-        assert tokens == free[:end]
-        assert steps[-1].finish is FinishReason.STOP
-        assert sum(step.produced for step in steps) == end + 1
-
-
 def test_the_end_of_the_context_ends_the_text(tiny_bundle: Path) -> None:
     bound = bind(tiny_bundle, limit=32)
     steps = list(decode(bound, list(range(5, 35)), Sampler(SamplingParams(), VOCABULARY), DecodeLimits()))
@@ -117,35 +106,6 @@ def test_cancelling_leaves_a_valid_cache(tiny_bundle: Path, after: int, monkeypa
     assert tokens == expected[: len(tokens)]
     assert bound.arena.length <= len(prompt) + len(tokens)
     assert run(bound, prompt, SamplingParams(), DecodeLimits(8)) == expected
-
-
-def test_logits_of_a_tree_are_those_of_its_branches_alone(tiny_bundle: Path) -> None:
-    """Siblings share a position and do not see each other; compaction leaves a branch as if decoded in order."""
-    prompt, tokens = list(range(70, 90)), [100, 110, 120, 130, 140]
-    parents = [-1, 0, 0, 2, 1]  # two branches under the anchor: 100-110-140 and 100-120-130
-    depth, mask = [0, 1, 1, 2, 2], np.zeros((5, 5), bool)
-    for node in range(5):
-        at = node
-        while at >= 0:
-            mask[node, at] = True
-            at = parents[at]
-    bound = bind(tiny_bundle)
-    bound.forward(prompt, logits_for=(0,))
-    bound.arena.commit(20)
-    logits = bound.forward(tokens, positions=[20 + d for d in depth], tree_mask=mask).copy()
-
-    for branch in ([0, 1, 4], [0, 2, 3]):
-        alone = bind(tiny_bundle)
-        for token in prompt:
-            alone.forward([token])
-            alone.arena.commit(1)
-        for node in branch:
-            np.testing.assert_allclose(alone.forward([tokens[node]])[0], logits[node], atol=2e-5)
-            alone.arena.commit(1)
-
-    bound.arena.compact(20, [0, 2, 3])
-    np.testing.assert_allclose(bound.arena.snapshot()[0], alone.arena.snapshot()[0], atol=2e-5)
-    np.testing.assert_allclose(bound.forward([150]), alone.forward([150]), atol=2e-5)
 
 
 def test_logits_of_some_positions_are_those_of_the_whole_pass(tiny_bundle: Path) -> None:

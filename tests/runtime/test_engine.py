@@ -146,11 +146,6 @@ def test_an_unknown_device_is_refused_with_a_list_of_devices(tiny_bundle: Path) 
         assert str(engine.device) == "CPU"
 
 
-def test_every_public_name_exists_and_the_list_is_sorted() -> None:
-    assert edgerun.__all__ == sorted(edgerun.__all__, key=str.lower) or edgerun.__all__ == sorted(edgerun.__all__)
-    assert all(hasattr(edgerun, name) for name in edgerun.__all__)
-
-
 def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
     tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

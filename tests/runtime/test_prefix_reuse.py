@@ -73,19 +73,6 @@ def test_interleaved_conversations_say_what_fresh_engines_say(
             assert all(len(cache) for cache in caches) == (seed % 3 != 1)
 
 
-def test_a_conversation_starts_from_what_another_has_computed(tiny_bundle: Path) -> None:
-    system = "the other " * 5
-    with edgerun.load(tiny_bundle, threads=1) as engine:
-        first = engine.session(system=system)
-        said = [first.send("in the", max_tokens=6).text, first.send("and", max_tokens=6).text]
-        second = engine.session(system=system)
-        reply = second.send("in the", max_tokens=6)
-        assert reply.text == said[0]
-        assert reply.stats.reused_tokens > 20
-        # The first conversation still has its own cache slots.
-        assert first.send("to", max_tokens=6).stats.reused_tokens > 30
-
-
 def test_the_same_prompt_is_answered_from_the_same_logits(tiny_bundle_of: Callable[[str, str], Path]) -> None:
     """With activations of 8 bits, a prompt that is read in other passes would give another text now and then."""
     rng = random.Random(0)

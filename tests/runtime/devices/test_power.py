@@ -13,15 +13,9 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
-from edgerun.errors import InputError
-from edgerun.models.bundle import open_bundle
-from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices import processor as power_module
 from edgerun.runtime.devices.processor import Power, choose_power, on_battery, saver_threads
-from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import device_loading
-from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure.measurement_store import model_key
 
 
 class Battery(NamedTuple):
@@ -70,11 +64,6 @@ def test_a_system_that_does_not_tell_is_not_on_battery(monkeypatch: pytest.Monke
     assert not on_battery()
     monkeypatch.delattr(psutil, "sensors_battery")
     assert not on_battery()
-
-
-def test_an_unknown_mode_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(InputError, match="power is 'turbo'; it must be one of auto, performance, saver"):
-        edgerun.load(tiny_bundle, power="turbo")
 
 
 @pytest.mark.parametrize(("default", "saver"), [(1, 1), (2, 1), (3, 1), (8, 4)])
@@ -133,13 +122,3 @@ def test_threads_sleep_between_passes(draft: str | None, monkeypatch: pytest.Mon
             engine.generate("list files", max_tokens=4)
             assert len(given) == (1 if draft is None else 2)
             assert [sleeps(options) for options in given] == [power.saves] * len(given)
-
-
-def test_measurements_of_both_modes_are_kept_apart(tiny_bundle: Path) -> None:
-    bundle = open_bundle(tiny_bundle, kind=DeviceKind.CPU)
-    device = choose_device("cpu")
-    fast, fast_again, saving = (
-        model_key(bundle, SessionConfig(device, 2, power)).parts
-        for power in (Power.PERFORMANCE, Power.PERFORMANCE, Power.SAVER)
-    )
-    assert fast == fast_again != saving

@@ -176,21 +176,18 @@ def test_an_int8_graph_is_made_once_and_only_if_asked_for(int4: Path, cache: Pat
     assert not stages
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "int8.data", "shared-0.data", "digests.json"])
-@pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_damaged_graphs_are_made_again(int4: Path, tmp_path: Path, name: str, damage: str) -> None:
+@pytest.mark.parametrize("name", ["int8.data", "shared-0.data"])
+def test_damaged_graphs_are_made_again(int4: Path, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(int4, tmp_path / "bundle"))
     int8_path = int8_path_of(folder)
     expected = {each.name: each.read_bytes() for each in int8_path.parent.iterdir()}
     data = bytearray(expected[name])
     file = int8_path.with_name(name)
     file.unlink()
-    if damage == "changed":
-        data[2 if name == "digests.json" else len(data) // 2] ^= 1
-        file.write_bytes(data)
-    if name != "digests.json":
-        with pytest.raises((BundleError, OSError)):
-            verify_int8_graph(open_bundle(folder))
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BundleError):
+        verify_int8_graph(open_bundle(folder))
     assert int8_path_of(folder, make=False) is None
     assert int8_path_of(folder) == int8_path
     assert {each.name: each.read_bytes() for each in int8_path.parent.iterdir()} == expected

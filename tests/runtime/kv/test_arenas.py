@@ -176,15 +176,6 @@ def test_a_large_arena_grows_in_small_steps_and_one_of_a_fixed_capacity_not_at_a
             arena.reserve(limit + 1)
 
 
-def test_a_growing_arena_keeps_its_slots_when_it_grows() -> None:
-    arena = filled(GrowingArena, 60)
-    arena.rewind_to(50)
-    write(arena, np.arange(200) % 100)
-    arena.commit(200)
-    assert arena.capacity == 256
-    assert contents(arena) == [*range(50), *(slot % 100 for slot in range(200))]
-
-
 @pytest.mark.parametrize("kind", ARENAS)
 @pytest.mark.parametrize("other", ARENAS)
 def test_slots_are_copied_from_another_arena_and_restored(

@@ -87,12 +87,3 @@ def test_the_buffer_does_not_grow_with_the_sequence() -> None:
         features.write(slot, rows([float(slot)] * 50))
         assert features.end - features.start >= min(slot + 50, 64)
     assert features.nbytes <= 4 * SIZE * 512
-
-
-def test_passes_of_other_graphs_leave_their_features_unknown() -> None:
-    features = FeatureSlots(SIZE)
-    features.write(0, rows([0, 1, 2, 3]))
-    features.forget(2)
-    assert (features.start, features.end) == (0, 2)
-    features.write(4, rows([4]))
-    assert (features.start, features.end) == (4, 5)

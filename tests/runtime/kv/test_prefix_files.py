@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun import Engine, GenerateOptions, InputError, Reply, Speculation
+from edgerun import Engine, GenerateOptions, Reply, Speculation
 from edgerun.runtime import loaded_model
 from edgerun.runtime.kv import prefix_files
 from edgerun.runtime.kv.arena import InPlaceArena
@@ -284,8 +284,3 @@ def test_a_kill_at_any_step_leaves_a_whole_file_or_none(kills: Callable[[Path, i
             restored = restored_slots(PrefixFiles(lambda: "a model"), value, value + 100)
             assert value == 1 if restored is None else all((each == value).all() for each in restored.snapshot())
     assert steps >= 5
-
-
-def test_a_negative_size_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(InputError, match="prefix_disk is -1; it must be a number of bytes, 0 or more"):
-        edgerun.load(tiny_bundle, prefix_disk=-1)

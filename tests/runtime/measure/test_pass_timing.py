@@ -11,6 +11,7 @@ import pytest
 
 from edgerun.errors import ContextError
 from edgerun.models.bundle import open_bundle
+from edgerun.runtime.devices.processor import Power
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -56,15 +57,6 @@ def test_measuring_leaves_committed_slots_unchanged(bound: BoundSession, context
     assert fractions[-1] == 1.0
 
 
-def test_every_width_of_a_small_model_is_measured(bound: BoundSession) -> None:
-    cost = measure_pass_cost(bound, seconds_budget=5.0)
-    assert tuple(cost.measured[512]) == WIDTHS
-
-
-def test_a_small_time_budget_measures_fewer_widths(bound: BoundSession) -> None:
-    assert tuple(measure_pass_cost(bound, seconds_budget=0.0).measured[512]) == (1, 2, 4, 8)
-
-
 def test_fixed_widths_are_measured_as_they_are(tmp_path: Path, cache: Path) -> None:
     folder = write_static_bundle(tmp_path, widths=(1, 3, 40), contexts=(64,))
     graphs, bundle = static_graphs(folder), open_bundle(folder)
@@ -102,17 +94,6 @@ def test_pass_cost_is_measured_once_and_stored(tiny_bundle: Path, bound: BoundSe
     assert PASS_COSTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
 
 
-def test_refined_pass_cost_is_stored(tiny_bundle: Path, cache: Path) -> None:
-    key = model_key(open_bundle(tiny_bundle), CONFIG)
-    cost = PassCost({0: TIMES})
-    for _ in range(40):
-        cost.observe(1, 0, 2 * TIMES[1])
-    assert PASS_COSTS.save(key, cost) == PASS_COSTS.file(key)
-    stored = PASS_COSTS.load(key)
-    assert stored is not None
-    assert stored.seconds(4, 0) == pytest.approx(2 * TIMES[4], rel=0.01)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -146,20 +127,19 @@ def test_pass_cost_is_measured_again_if_its_file_is_damaged(
     assert PASS_COSTS.load(key) is not None
 
 
-@pytest.mark.parametrize("change", ["processor", "runtime", "model"])
-def test_each_machine_runtime_and_model_has_its_own_file(
+@pytest.mark.parametrize("change", ["machine", "RUNTIME_VERSION", "default_threads", "power", "model"])
+def test_each_machine_runtime_mode_and_model_has_its_own_file(
     tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    bundle = open_bundle(tiny_bundle)
-    file = PASS_COSTS.file(model_key(bundle, CONFIG))
-    if change == "processor":
-        monkeypatch.setattr(measurement_store, "machine", lambda: "another")
-    elif change == "runtime":
-        monkeypatch.setattr(measurement_store, "RUNTIME_VERSION", "0")
-    else:
-        assert bundle.manifest is not None
+    bundle, config = open_bundle(tiny_bundle), dataclasses.replace(CONFIG, threads=0)
+    file = PASS_COSTS.file(model_key(bundle, config))
+    if change == "power":
+        config = dataclasses.replace(config, power=Power.SAVER)
+    elif change == "model":
         bundle = dataclasses.replace(bundle, manifest=None)
-    assert PASS_COSTS.file(model_key(bundle, CONFIG)) != file
+    else:
+        monkeypatch.setattr(measurement_store, change, "0" if change == "RUNTIME_VERSION" else lambda: 63)
+    assert PASS_COSTS.file(model_key(bundle, config)) != file
 
 
 def test_an_unwritable_cache_is_not_an_error(
@@ -216,6 +196,14 @@ class SyntheticMachine:
 
 def seconds_of(cost: PassCost) -> dict[int, float]:
     return {width: seconds for width, seconds in cost.measured[512].items() if width in TIMES}
+
+
+@pytest.mark.parametrize(("seconds_budget", "widths"), [(5.0, WIDTHS), (0.0, (1, 2, 4, 8))])
+def test_a_small_time_budget_measures_fewer_widths(
+    bound: BoundSession, monkeypatch: pytest.MonkeyPatch, seconds_budget: float, widths: tuple[int, ...]
+) -> None:
+    SyntheticMachine(monkeypatch)
+    assert tuple(measure_pass_cost(bound, seconds_budget=seconds_budget).measured[512]) == widths
 
 
 def test_a_disturbed_measurement_is_repeated(bound: BoundSession, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure import bundle_timing, device_choice
 from edgerun.runtime.measure.bundle_timing import choose_threads
-from edgerun.runtime.measure.device_choice import THREAD_CHOICES, chosen_threads, thread_candidates
-from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.device_choice import chosen_threads, thread_candidates
 from edgerun.runtime.measure.system_load import LoadMeter
 
 CONFIG = SessionConfig(choose_device("cpu"))
@@ -95,10 +94,3 @@ def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkey
         assert engine.generate("the", raw=True, max_tokens=2).stats.completion_tokens == 2
     with edgerun.load(tiny_bundle, cache=False) as engine:
         assert engine.model.threads == 0
-
-
-def test_measurements_of_the_default_depend_on_what_it_is(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = open_bundle(tiny_bundle)
-    file = THREAD_CHOICES.file(model_key(bundle, CONFIG))
-    monkeypatch.setattr("edgerun.runtime.measure.measurement_store.default_threads", lambda: 63)
-    assert THREAD_CHOICES.file(model_key(bundle, CONFIG)) != file
