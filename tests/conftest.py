@@ -60,6 +60,20 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with a context of 4096 tokens."""
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+    return tiny.write_bundle(tmp_path_factory.mktemp("long"), max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def endless_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a context of 30,000 tokens that never ends an answer by itself."""
+    tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
+    return tiny.write_endless_bundle(tmp_path_factory.mktemp("endless"))
+
+
+@pytest.fixture(scope="session")
 def foreign_exports(tmp_path_factory: pytest.TempPathFactory) -> ForeignExports:
     """Models as other tools export them; asking for a tool that is not at hand skips the test."""
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")

@@ -53,7 +53,8 @@ _STYLE: Final = {
     "axes.titlesize": 11.0,
     "legend.frameon": False,
 }
-_WIDTH: Final = 6.4
+_WIDTH, _HEIGHT = 6.4, 3.3
+"""Inches of a plot; those with bars have other heights."""
 _PARTS: Final = SERIES[3:]
 """Colours of the parts of a round, which differ from the first modes' colours."""
 
@@ -69,43 +70,34 @@ def css_variable(placeholder: str) -> str:
 
 def png(result: BenchResult | ClientsResult) -> bytes:
     """All plots on one sheet, as a PNG file."""
-    functions = _draw_functions(result)
-    palette = LIGHT
+    plots, palette = list(_plots(result).values()), LIGHT
     with mpl.rc_context(_style(palette)):
-        heights = [_height(name, result) for name in functions]
-        rows = [max(heights[i : i + 2]) for i in range(0, len(heights), 2)]
+        rows = [max(height for _, height in plots[i : i + 2]) for i in range(0, len(plots), 2)]
         figure = Figure(figsize=(2 * _WIDTH, sum(rows) + 0.6), layout="constrained", facecolor="white")
         conditions = result.conditions
         title = f"{conditions.model}: {conditions.source}{' (replay)' if conditions.replay else ''}"
         figure.suptitle(title, color=palette[INK])
         grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
-        for number, draw in enumerate(functions.values()):
+        for number, (draw, _) in enumerate(plots):
             draw(figure.add_subplot(grid[number // 2, number % 2]), result, palette)
         target = BytesIO()
         figure.savefig(target, format="png", dpi=150)
     return target.getvalue()
 
 
-def _draw_functions(result: BenchResult | ClientsResult) -> dict[str, Draw]:
+def _plots(result: BenchResult | ClientsResult) -> dict[str, tuple[Draw, float]]:
+    """The functions that draw the plots of a result, and their heights in inches, by name."""
     if isinstance(result, ClientsResult):
-        return {"clients_rate": _clients_rate, "clients_times": _clients_times}
-    functions: dict[str, Draw] = {"speedup": _speedup}
-    if len(result.pass_cost_ms) > 1:
-        functions["pass_cost"] = _pass_cost
-    if any(mode.stats.by_depth for mode in result.modes):
-        functions["depth"] = _depth
-    functions["round"] = _round
-    return functions
-
-
-def _height(name: str, result: BenchResult | ClientsResult) -> float:
-    """Height of a plot in inches."""
-    if isinstance(result, ClientsResult):
-        return 3.3
+        return {"clients_rate": (_clients_rate, _HEIGHT), "clients_times": (_clients_times, _HEIGHT)}
     bars = len(result.modes)
-    if name == "speedup":
-        return 1.25 + (0.16 + 0.2 * bars) * (len(result.modes[0].categories) + 1)
-    return 1.35 + 0.32 * (bars + 1) if name == "round" else 3.3
+    plots: dict[str, tuple[Draw, float]] = {
+        "speedup": (_speedup, 1.25 + (0.16 + 0.2 * bars) * (len(result.modes[0].categories) + 1))
+    }
+    if len(result.pass_cost_ms) > 1:
+        plots["pass_cost"] = (_pass_cost, _HEIGHT)
+    if any(mode.stats.by_depth for mode in result.modes):
+        plots["depth"] = (_depth, _HEIGHT)
+    return {**plots, "round": (_round, 1.35 + 0.32 * (bars + 1))}
 
 
 def _style(palette: Palette) -> dict[Any, Any]:
@@ -113,10 +105,10 @@ def _style(palette: Palette) -> dict[Any, Any]:
     return {**_STYLE, **dict.fromkeys(names, palette[INK]), "grid.color": palette[FAINT]}
 
 
-def _svg(name: str, draw: Draw, result: BenchResult) -> str:
+def _svg(name: str, draw: Draw, height: float, result: BenchResult) -> str:
     palette = {placeholder: placeholder for placeholder in LIGHT}
     with mpl.rc_context({**_style(palette), "svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH, _height(name, result)), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(figure.add_subplot(), result, palette)
         target = StringIO()
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -282,7 +274,7 @@ def page(result: BenchResult) -> str:
         plain=result.plain,
         stats=result.stats,
         rounds={name: RoundTimes.of(stats) for name, stats in result.stats.items()},
-        plots={name: _svg(name, draw, result) for name, draw in _draw_functions(result).items()},
+        plots={name: _svg(name, *plot, result) for name, plot in _plots(result).items()},
         light={css_variable(name): colour for name, colour in LIGHT.items()},
         dark={css_variable(name): colour for name, colour in DARK.items()},
         facts=_facts(result),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -107,7 +107,7 @@ def bench(
     from ..bench.runner import BenchSettings, parse_turns
     from ..bench.table import show
 
-    write_report = _report_writer(options)
+    _check_report(options)
     settings = BenchSettings(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
         parse_turns(options.turns),
@@ -121,8 +121,10 @@ def bench(
         write_json(result.to_json())
     else:
         show(SafeConsole(), result)
-    if write_report is not None:
-        write_report(result)
+    if options.report is not None:
+        from ..bench.plots import write_report
+
+        write_report(options.report, result)
 
 
 def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions) -> BenchResult:
@@ -222,15 +224,15 @@ def _conversations(
     return conversations, source
 
 
-def _report_writer(options: BenchOptions) -> Callable[[BenchResult | ClientsResult], None] | None:
-    """A function that writes the report, checked before the measurement starts.
+def _check_report(options: BenchOptions) -> None:
+    """Check before the measurement that its report can be written.
 
     Raises:
-        InputError: the report could not be written.
+        InputError: it cannot.
     """
     path = options.report
     if path is None:
-        return None
+        return
     if path.suffix.lower() not in (".html", ".htm", ".png"):
         raise InputError(f"--report {path.name} is neither .html nor .png", "end the name in .html or .png")
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -238,5 +240,4 @@ def _report_writer(options: BenchOptions) -> Callable[[BenchResult | ClientsResu
     if options.clients and path.suffix.lower() != ".png":
         raise InputError("with --clients the report is a picture", "end its name in .png")
     with missing_extra("a report", "bench"):
-        from ..bench.plots import write_report
-    return lambda result: write_report(path, result)
+        from ..bench.plots import write_report  # noqa: F401

@@ -50,8 +50,9 @@ def rpc(
         write_out(f"{json.dumps(protocol_schema(), indent=1)}\n")
         return
     from ...runtime.devices.providers import choose_device
+    from ..rpc.connection import MAX_REQUESTS
     from ..rpc.line_transport import binary, take_over_stdout
-    from ..rpc.stdio_service import MAX_REQUESTS, serve
+    from ..rpc.stdio_service import serve
 
     if sys.stdin is None:
         raise InputError("standard input is closed", "start edge-run rpc from a program that writes requests to it")

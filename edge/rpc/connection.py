@@ -31,6 +31,10 @@ from .protocol import (
 from .rpc_errors import ProtocolCode, response_error
 
 _log: Final = logging.getLogger(__name__)
+MAX_REQUESTS: Final = 64
+"""Number of requests in progress above which others are refused."""
+_AT_ONCE: Final = ("initialize", "session/cancel", "shutdown")
+"""Methods that are answered before the next line is read."""
 _VERSION: Final = "2.0"
 _FIELDS: Final = ("jsonrpc", "id", "method", "params")
 _MAX_ID_CHARS: Final = 200
@@ -96,30 +100,18 @@ Handler: TypeAlias = Callable[[Call, bytes], msgspec.Struct | Mapping[str, Any]]
 class Connection:
     """Reads messages and answers them.
 
-    Every request runs in a thread of its own, except those in `at_once`, which take no time. The response to a request
-    that cannot be told apart from another one has the id null.
+    Every request runs in a thread of its own, except those that take no time. The response to a request that cannot be
+    told apart from another one has the id null.
 
     Args:
         output: where responses and notifications go.
         handlers: answer the requests, by method.
-        at_once: methods that are answered before the next line is read.
-        max_requests: number of requests in progress above which others are refused.
         debug: whether to write tracebacks of unexpected errors to standard error.
     """
 
-    def __init__(
-        self,
-        output: LineWriter,
-        handlers: Mapping[str, Handler],
-        at_once: Iterable[str],
-        max_requests: int,
-        *,
-        debug: bool,
-    ) -> None:
+    def __init__(self, output: LineWriter, handlers: Mapping[str, Handler], *, debug: bool) -> None:
         self._output: Final = output
         self._handlers: Final = handlers
-        self._at_once: Final = frozenset(at_once)
-        self._max_requests: Final = max_requests
         self._debug: Final = debug
         self._lock: Final = threading.Lock()
         self._running: Final[dict[RequestId, Call]] = {}
@@ -211,8 +203,8 @@ class Connection:
                     code=ProtocolCode.DUPLICATE_ID,
                     param="id",
                 )
-            if method not in self._at_once:
-                if len(self._running) >= self._max_requests:
+            if method not in _AT_ONCE:
+                if len(self._running) >= MAX_REQUESTS:
                     raise RequestError(
                         f"{len(self._running)} requests are in progress, which is the limit",
                         "wait for responses, or cancel requests",
@@ -222,7 +214,7 @@ class Connection:
                     return
                 self._running[id_] = call
                 call.start()
-        if method in self._at_once:
+        if method in _AT_ONCE:
             call.run()
 
     def _answer(self, call: Call, params: bytes) -> None:

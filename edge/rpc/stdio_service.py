@@ -9,7 +9,7 @@ from ...runtime.devices.processor import Power
 from ...version import __version__
 from ..service.body_decoder import decode_body
 from ..service.model_pool import ModelPool
-from .connection import Call, Connection
+from .connection import MAX_REQUESTS, Call, Connection
 from .line_transport import MAX_UNREAD_BYTES, LineWriter, read_lines
 from .model_methods import ModelMethods
 from .protocol import (
@@ -27,11 +27,8 @@ from .protocol import (
 )
 from .session_methods import MAX_SESSIONS, SessionMethods
 
-MAX_LINE_BYTES: Final = 16 << 20
-MAX_REQUESTS: Final = 64
 _LAST_LINES_S: Final = 5.0
 """Seconds that the client has to read the last responses when the process ends."""
-_AT_ONCE: Final = ("initialize", "session/cancel", "shutdown")
 
 
 def serve(
@@ -39,10 +36,10 @@ def serve(
     input_: int,
     output: int,
     *,
-    kind: DeviceKind = DeviceKind.CPU,
-    power: Power = Power.AUTO,
-    max_line_bytes: int = MAX_LINE_BYTES,
-    debug: bool = False,
+    kind: DeviceKind,
+    power: Power,
+    max_line_bytes: int,
+    debug: bool,
 ) -> None:
     """Answer the client until the input ends, the client closes the output, or it asks to shut down.
 
@@ -81,7 +78,7 @@ def serve(
     handlers = {**ModelMethods(pool, kind, power, requests).handlers(), **sessions.handlers()}
     writer = LineWriter(output, lambda: connection.end())  # noqa: PLW0108  the connection is made after it
     handlers |= {"initialize": initialize, "shutdown": shutdown}
-    connection = Connection(writer, handlers, _AT_ONCE, MAX_REQUESTS, debug=debug)
+    connection = Connection(writer, handlers, debug=debug)
     connection.serve(read_lines(input_, max_line_bytes))
     pool.close()
     writer.close(_LAST_LINES_S)

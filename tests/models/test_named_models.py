@@ -41,16 +41,12 @@ def test_an_export_is_found_by_its_name_until_it_is_gone(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "home")
     assert find_model("out") == out
     assert find_model(Path("out")) == Path("out")
+    Path("out").mkdir()
+    assert find_model("out") == Path("out"), "a path that exists is not taken for a name"
+    Path("out").rmdir()
     shutil.rmtree(out)
     (other / "model.onnx").unlink()
     assert exported_models() == {}
-    assert find_model("out") == Path("out")
-
-
-def test_a_path_that_exists_is_not_taken_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export(tmp_path / "out")
-    (tmp_path / "here" / "out").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
     assert find_model("out") == Path("out")
 
 

@@ -14,18 +14,11 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
 from support.app_server import RunningApp, running_app
 from support.app_windows import Window, window
-from support.tiny_models import write_endless_bundle
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
     from support.chat_page import ChatPage, OpenedApp
-
-
-@pytest.fixture(scope="session")
-def endless_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a context of 30,000 tokens that never ends an answer by itself."""
-    return write_endless_bundle(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="module")

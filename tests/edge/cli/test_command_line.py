@@ -25,7 +25,6 @@ from edgerun.edge.terminal.chat.chat_model import local_models
 from support.commands import Capture, Patch, Screen, fails, json_of, output_of, standard_input
 from support.processes import EDGE_RUN, started
 from support.scripted_model import write_calling_bundle
-from support.tiny_models import write_endless_bundle
 
 
 def test_one_answer_is_streamed_to_stdout(tiny_bundle: Path, capsys: Capture) -> None:
@@ -100,8 +99,8 @@ def test_streamed_json_is_a_line_for_each_piece_and_the_whole_object_last(tiny_b
     assert "give one of them" in fails(capsys, *arguments, "--json", "--json-stream")
 
 
-def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(tmp_path: Path) -> None:
-    command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1", "--json-stream"]
+def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(endless_bundle: Path) -> None:
+    command = [*EDGE_RUN, str(endless_bundle), "-p", "the", "-t", "1", "--json-stream"]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         for _ in range(3):
             assert list(json.loads(process.stdout.readline())) == ["delta"]
@@ -258,6 +257,29 @@ def test_too_little_memory_is_a_one_line_error(tiny_bundle: Path, capsys: Captur
     assert line.endswith("; use a shorter --context or a smaller model, or close other programs")
     assert main([str(tiny_bundle), "-p", "a", "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "message"),
+    [
+        ("onnx", ("export", "model", "out"), 'export needs the package onnx; pip install "edge-run[export]"'),
+        ("torch", ("train-draft", "a", "b", "--text", "c"), 'the package torch; pip install "edge-run[train]"'),
+        ("uvicorn", ("serve",), 'the server needs the package uvicorn; pip install "edge-run[serve]"'),
+    ],
+)
+def test_a_plain_install_shows_the_options_and_which_extra_is_missing(
+    missing: str, arguments: tuple[str, ...], message: str
+) -> None:
+    hide = f"import sys; sys.modules[{missing!r}] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
+
+    def done(*given: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", hide, *given]
+        return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+
+    assert "Example" in done(arguments[0], "--help").stdout
+    refused = done(*arguments)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert refused.stderr.endswith(f"{message}\n")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -15,7 +15,6 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 from support.nightly import some_nightly
 from support.processes import EDGE_RUN, ignoring_ctrl_c, started
-from support.tiny_models import write_endless_bundle
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 
@@ -166,9 +165,9 @@ def test_ctrl_c_after_any_time_ends_quietly(delay: float) -> None:
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_keeps_the_partial_text_and_where_it_is_ignored_the_answer_goes_on(
-    tmp_path: Path, ignored: bool
+    endless_bundle: Path, ignored: bool
 ) -> None:
-    command = [*EDGE_RUN, str(write_endless_bundle(tmp_path)), "-p", "the", "-t", "1"]
+    command = [*EDGE_RUN, str(endless_bundle), "-p", "the", "-t", "1"]
     if ignored:
         command = ignoring_ctrl_c([*command, "-n", "100"])
     with started(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,22 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-
-
-def test_a_plain_install_shows_the_options_and_which_extra_is_missing() -> None:
-    program = (
-        "import sys; sys.modules['onnx'] = None; from edgerun.edge.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    )
-
-    def done(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program, "export", *arguments]
-        return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
-
-    assert "--budget" in done("--help").stdout
-    assert (
-        done("model", "out").stderr
-        == 'edge-run: error: export needs the package onnx; pip install "edge-run[export]"\n'
-    )
 
 
 @pytest.mark.parametrize(

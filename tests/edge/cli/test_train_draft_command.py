@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,18 +19,6 @@ def prompts(folder: Path, count: int = 24) -> Path:
     rows = [{"messages": [{"role": "user", "content": f"the thing {n} of them"}]} for n in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def test_a_plain_install_is_told_which_extra_is_missing(tmp_path: Path) -> None:
-    text = prompts(tmp_path)
-    program = (
-        "import sys; sys.modules['torch'] = None; from edgerun.edge.cli.main import main; "
-        f"sys.exit(main(['train-draft', 'model', 'out', '--text', {str(text)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 2
-    assert done.stderr == ('edge-run: error: train-draft needs the package torch; pip install "edge-run[train]"\n')
-    assert not (tmp_path / "out").exists()
 
 
 def train(capsys: Capture, *arguments: object) -> tuple[int, str, str]:

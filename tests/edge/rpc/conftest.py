@@ -16,14 +16,6 @@ if not all(find_spec(name) for name in ("onnx", "jsonschema")):  # packages of t
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
-def long_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a context of 4096 tokens."""
-    from support.tiny_models import write_bundle
-
-    return write_bundle(tmp_path_factory.mktemp("long"), max_position_embeddings=4096)
-
-
 @pytest.fixture(scope="module")
 def client(long_bundle: Path) -> Iterator[RpcClient]:
     """A process that has the model of `long_bundle` loaded; the tests of a module share it."""

@@ -14,19 +14,12 @@ from starlette.applications import Starlette
 
 import edgerun.server
 from support.serving import Served, served
-from support.tiny_models import write_endless_bundle
 
 
 @pytest.fixture(scope="session")
 def tiny_app(tiny_bundle: Path) -> Starlette:
     """The application with a tiny model, in this process."""
     return edgerun.server.app(tiny_bundle, cache=False, max_body=100_000)
-
-
-@pytest.fixture(scope="session")
-def endless_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a context of 30,000 tokens that never ends an answer by itself."""
-    return write_endless_bundle(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,8 @@ def test_a_server_that_others_reach_is_served_by_its_addresses() -> None:
     settings = ServerSettings(host="0.0.0.0", api_key="k", allow_hosts=("llm.lan",))  # noqa: S104
     assert all(map(settings.allows_host, ("192.168.0.7:8080", "[fe80::1]", "llm.lan", "localhost")))
     assert not settings.allows_host("evil.example")
+    assert not settings.is_loopback
+    assert all(ServerSettings(host=host).is_loopback for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null", "http://127.0.0.1"])
@@ -125,7 +127,3 @@ def test_a_key_is_required_where_one_is_set(tiny_bundle: Path) -> None:
 def test_settings_that_would_open_the_server_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         ServerSettings(**settings)
-
-
-def test_loopback_addresses_need_no_key() -> None:
-    assert all(ServerSettings(host=host).is_loopback for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))

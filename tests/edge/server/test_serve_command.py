@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,6 @@ def test_a_port_in_use_is_an_error(tiny_bundle: Path, capsys: Capture) -> None:
         port = other.getsockname()[1]
         error = fails(capsys, "serve", tiny_bundle, "--port", port)
     assert f"port {port} of 127.0.0.1 is in use; end what uses it, or give another --port" in error
-
-
-def test_a_missing_extra_is_named(tiny_bundle: Path) -> None:
-    hide = "import sys; sys.modules['uvicorn'] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", hide, "serve", str(tiny_bundle)], capture_output=True, encoding="utf-8", check=False
-    )
-    assert done.returncode == 2
-    line = 'edge-run: error: the server needs the package uvicorn; pip install "edge-run[serve]"'
-    assert done.stderr.splitlines() == [line]
 
 
 @needs_signals

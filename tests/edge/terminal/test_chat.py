@@ -27,7 +27,6 @@ from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
 from support.commands import Patch
 from support.processes import EDGE_RUN, ignoring_ctrl_c, started
-from support.tiny_models import write_endless_bundle
 
 pty = pytest.importorskip("pty", reason="POSIX terminals")
 
@@ -197,8 +196,8 @@ def test_a_saved_conversation_is_private_and_replaces_only_what_it_may(
     chat.quit()
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tmp_path: Path) -> None:
-    chat = open_chat(str(write_endless_bundle(tmp_path)), "-t", "1", "--seed", "1")
+def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, endless_bundle: Path) -> None:
+    chat = open_chat(str(endless_bundle), "-t", "1", "--seed", "1")
     for _ in range(2):
         chat.type("the\n")
         chat.until("the\n")
@@ -214,9 +213,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(open_chat: OpenTerminal, tm
     chat.quit()
 
 
-def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, tmp_path: Path) -> None:
-    bundle = str(write_endless_bundle(tmp_path))
-    chat = open_chat(bundle, "-t", "1", "--seed", "1", "-n", "100", ignoring=True)
+def test_where_ctrl_c_is_ignored_a_chat_ignores_it(open_chat: OpenTerminal, endless_bundle: Path) -> None:
+    chat = open_chat(str(endless_bundle), "-t", "1", "--seed", "1", "-n", "100", ignoring=True)
     chat.type("the\n")
     chat.until("the\n")
     assert chat.until_something()

@@ -21,7 +21,6 @@ from edgerun.edge.conversations.store import FILE_NAME, ConversationStore
 from support.nightly import some_nightly
 from support.processes import EDGE_RUN
 from support.terminal_screen import TerminalScreen, terminal_screen
-from support.tiny_models import write_bundle, write_endless_bundle
 
 OpenChat: TypeAlias = Callable[..., TerminalScreen]
 
@@ -42,18 +41,6 @@ QUIET = ("--spec", "off", "-n", "4")
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
-
-
-@pytest.fixture(scope="module")
-def long_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose context has room for long messages."""
-    return write_bundle(tmp_path_factory.mktemp("long"), max_position_embeddings=4096)
-
-
-@pytest.fixture(scope="module")
-def endless_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that writes until it is stopped."""
-    return write_endless_bundle(tmp_path_factory.mktemp("endless"))
 
 
 @pytest.fixture

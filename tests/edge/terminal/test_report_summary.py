@@ -90,9 +90,6 @@ def test_layers_are_in_numeric_order_and_differing_methods_are_named() -> None:
     assert "int4/32 rtn" in shown(plan)
     del plan["layers.5.qkv"]
     assert re.findall(r"layers? \d+(?: to \d+)?", shown(plan)) == ["layers 0 to 4", "layers 6 to 9", "layer 10"]
-
-
-def test_a_missing_linear_is_shown_as_a_dash() -> None:
     table = shown({"layers.0.o": FORMATS[0], "layers.1.qkv": FORMATS[1], "layers.0.odd": FORMATS[2]})
     assert table.index("qkv") < table.index(" o ") < table.index("odd")
     assert "-" in table
