@@ -211,7 +211,7 @@ class GenerationRun:
                     cancelled = chunk.finish_reason is FinishReason.CANCELLED
                     each.state = each.state_if_cancelled if cancelled else END_STATES[chunk.finish_reason]
                     each.stats = self._stats(chunk.stats, fit.trimmed, engine)
-                    record_speed(self._context, self._model or "", chunk.stats)
+                    record_speed(self._context, self._model, chunk.stats)
                     yield each
         if any(each.state is None for each in generations):
             raise CancelledError("the answer has no end")

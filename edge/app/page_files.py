@@ -17,7 +17,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PAGE_FOLDER: Final = Path(__file__).parent / "page"
-_IMPORT_MAP: Final = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)
+_INDEX: Final = (PAGE_FOLDER / "index.html").read_bytes()
+_IMPORT_MAP: Final = hashlib.sha256(re.findall(rb'<script type="importmap">(.*?)</script>', _INDEX, re.DOTALL)[0])
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -30,27 +31,20 @@ _TYPES: Final = {
 """Content types by suffix. The system's own table, which Windows keeps in its registry, may call scripts plain text."""
 
 
-def content_security_policy(index: bytes = b"") -> str:
-    """What a page may load: its own files, and nothing from anywhere else.
-
-    Args:
-        index: the HTML file, whose import map may be inline.
-    """
-    maps = [base64.b64encode(hashlib.sha256(found).digest()).decode() for found in _IMPORT_MAP.findall(index)]
-    scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in maps)])
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {scripts}",
-            "style-src 'self'",
-            "img-src 'self' data:",
-            "connect-src 'self'",
-            "font-src 'self'",
-            "base-uri 'none'",
-            "form-action 'self'",
-            "frame-ancestors 'none'",
-        )
+CONTENT_SECURITY_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        f"script-src 'self' 'sha256-{base64.b64encode(_IMPORT_MAP.digest()).decode()}'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "font-src 'self'",
+        "base-uri 'none'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
     )
+)
+"""What a page may load: its own files, with the import map that is in the HTML, and nothing from anywhere else."""
 
 
 class PageHeaders:
@@ -73,7 +67,7 @@ class PageHeaders:
 
 
 _HEADERS: Final = {
-    "content-security-policy": content_security_policy(),
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -84,8 +78,7 @@ _HEADERS: Final = {
 
 async def index_page(_request: Request) -> Response:
     """The page."""
-    index = (PAGE_FOLDER / "index.html").read_bytes()
-    return HTMLResponse(index, headers={"content-security-policy": content_security_policy(index)})
+    return HTMLResponse(_INDEX)
 
 
 class PageFiles(StaticFiles):

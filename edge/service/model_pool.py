@@ -166,17 +166,14 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             model.listeners[reader] = progress
             try:
                 engine = self._loaded(model, token)
-            except BaseException:
-                model.listeners.pop(reader, None)
-                raise
-            else:
                 model.users += 1
                 model.kept += kept
-                if kept:  # the thread will not stay with it
-                    model.listeners.pop(reader, None)
             finally:
                 model.waiting -= 1
+                model.listeners.pop(reader, None)
                 self._touch(model)
+            if not kept:  # else the thread will not stay with it
+                model.listeners[reader] = progress
         try:
             yield engine
         finally:

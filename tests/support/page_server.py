@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Mount, Route
 
-from edgerun.edge.app.page_files import PAGE_FOLDER, PageFiles, content_security_policy
+from edgerun.edge.app.page_files import CONTENT_SECURITY_POLICY, PAGE_FOLDER, PageFiles
 from edgerun.edge.server.uvicorn_server import bound_socket
 
 _START = '<script type="module" src="/page/app.js"></script>'
@@ -39,8 +39,7 @@ def page_server(script: str, *, body: str = '<main id="root"></main>') -> Iterat
         f'<script type="module">{script}</script></head><body>{body}</body></html>'
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = content_security_policy(document.encode())
-    policy = policy.replace("script-src 'self'", f"script-src 'self' 'sha256-{digest}'")
+    policy = CONTENT_SECURITY_POLICY.replace("script-src 'self'", f"script-src 'self' 'sha256-{digest}'")
 
     async def page(_request: Request) -> HTMLResponse:
         return HTMLResponse(document, headers={"Content-Security-Policy": policy})

@@ -148,9 +148,9 @@ class ModelCatalog:
             return _UNKNOWN
 
 
-def record_speed(context: AppContext, model: str, stats: Stats) -> None:
+def record_speed(context: AppContext, model: str | None, stats: Stats) -> None:
     """Keep the speed of an answer that is long enough to count, and tell the page."""
-    if stats.text_tokens >= _LEAST_TOKENS and (speed := stats.decode_tokens_per_second):
+    if model and stats.text_tokens >= _LEAST_TOKENS and (speed := stats.decode_tokens_per_second):
         with _RECORDING:
             known = context.store.setting(_SPEEDS, {})
             known[model] = [*known.pop(model, [])[1 - _KEPT_SPEEDS :], round(speed, 2)]

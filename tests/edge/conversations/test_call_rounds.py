@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
-import pytest
-from msgspec.structs import replace
 
-from edgerun.edge.conversations.answering import MessageWriter, model_messages
+from edgerun.edge.conversations.answering import model_messages
 from edgerun.edge.conversations.records import (
-    MAX_TOOLS,
     CallRound,
     CallState,
-    MessageState,
     ReasoningText,
     Role,
     StoredCall,
@@ -21,8 +15,6 @@ from edgerun.edge.conversations.records import (
     rounds_of,
     split_reasoning,
 )
-from edgerun.edge.conversations.store import ConversationStore
-from edgerun.errors import ConversationError
 
 DONE = StoredCall("call00001", "now", "{}", CallState.DONE, "12:00")
 RUNNING = StoredCall("call00002", "now", '{"zone": "CET"}', CallState.RUNNING)
@@ -64,24 +56,3 @@ def test_models_read_calls_and_results() -> None:
         {"role": "assistant", "content": "I look.\n\nIt is noon."},
         {"role": "user", "content": "Thanks."},
     ]
-
-
-def test_calls_are_kept_with_their_answer(tmp_path: Path) -> None:
-    path = tmp_path / "conversations.sqlite3"
-    with ConversationStore(path, pytest.fail) as store:
-        conversation = store.create(tools=["clock/now", "clock/now"])
-        question = store.add_message(conversation.id, None, "user", "What time is it?")
-        answer = store.add_message(conversation.id, question.id, "assistant", "", state=MessageState.WRITING)
-        writer = MessageWriter(store, answer.id, "I look.", [{"text": "I look."}])
-        writer.begin_round([ROUND])
-        assert store.message(answer.id).rounds == (ROUND,)
-        assert store.tokens(answer.id) == []
-        store.change(conversation.id, allowed_tools=["clock/now"])
-    with ConversationStore(path, pytest.fail) as store:
-        kept = store.message(answer.id)
-        assert (kept.state, kept.rounds) == (MessageState.INTERRUPTED, (ROUND,))
-        assert kept.rounds[0].undecided().calls == (DONE, replace(RUNNING, state=CallState.WAITING))
-        found = store.conversation(conversation.id)
-        assert (found.tools, found.allowed_tools) == (("clock/now",), ("clock/now",))
-        with pytest.raises(ConversationError, match=f"tools has {MAX_TOOLS + 1} tools"):
-            store.change(conversation.id, tools=[f"clock/{number}" for number in range(MAX_TOOLS + 1)])

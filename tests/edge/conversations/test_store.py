@@ -99,6 +99,7 @@ def test_fields_that_are_refused(store: ConversationStore) -> None:
     conversation = store.create(title="kept")
     refused: tuple[tuple[dict[str, object], str], ...] = (
         ({"title": "x" * 300}, "title has 300 characters; at most 200 are kept"),
+        ({"tools": [f"clock/{number}" for number in range(129)]}, "tools has 129 tools; at most 128 are offered"),
         ({"sampling": {"top": 1}}, "sampling has no 'top'; it has temperature"),
         ({"sampling": {"temperature": -1}}, "sampling: temperature"),
     )
