@@ -224,7 +224,7 @@ def test_the_exactness_report_is_in_plain_words(page: Page) -> None:
     page.get_by_role("button", name="Check", exact=True).click()
     report = page.get_by_role("article")
     expect(report).to_contain_text("near ties")
-    expect(report.get_by_role("row")).to_have_count(4)
+    expect(report.get_by_role("row")).to_have_count(5)
     report.get_by_text("How much wide passes differ").click()
     expect(report.get_by_role("listitem").first).to_have_text("1 token: none")
     page.reload()
