@@ -169,7 +169,7 @@ class Chat:
 
     def options(self) -> GenerateOptions:
         """The options of an answer in this conversation."""
-        return self.settings.options.changed(self.conversation.sampling)
+        return self.settings.options.changed(self.conversation.fields.sampling)
 
     def open(self, conversation: ChatConversation) -> None:
         """Go on with a conversation, and show its last messages."""
@@ -212,7 +212,7 @@ class Chat:
     def count_tokens(self) -> None:
         """Count the tokens of the conversation for the line below the prompt."""
         branch, engine = self.conversation.branch(), self.model.engine
-        messages = model_messages(self.conversation.system, branch, calls=takes_calls(engine))
+        messages = model_messages(self.conversation.fields.system, branch, calls=takes_calls(engine))
         try:
             self._used_tokens = len(engine.encode_chat(messages)) if branch else 0
         except EdgeError:  # what is wrong is said when it is answered
@@ -294,7 +294,7 @@ class Chat:
         Raises:
             EdgeError: the last one does not fit, or the template refuses them.
         """
-        fit = fit_context(self.model.engine, self.conversation.system, branch, options)
+        fit = fit_context(self.model.engine, self.conversation.fields.system, branch, options)
         before, self._trimmed = self._trimmed, len(fit.trimmed)
         if self._trimmed > before:
             self.note(

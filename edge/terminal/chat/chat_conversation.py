@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ....errors import ConversationError
@@ -22,7 +23,7 @@ class ChatConversation:
     def __init__(self, store: ConversationStore, system: str = "", conversation: Conversation | None = None) -> None:
         self._store = store
         self._id = None if conversation is None else conversation.id
-        self._fields: dict[str, Any] = {"system": system, "sampling": {}, "title": ""}
+        self._new = SimpleNamespace(system=system, sampling={}, title="")
         """Fields of a conversation that is not stored yet."""
 
     @property
@@ -31,25 +32,14 @@ class ChatConversation:
         return None if self._id is None else self._store.conversation(self._id)
 
     @property
-    def system(self) -> str:
-        """The system message; empty for none."""
-        return str(self._field("system"))
-
-    @property
-    def sampling(self) -> Mapping[str, Any]:
-        """Options of its answers."""
-        sampling: Mapping[str, Any] = self._field("sampling")
-        return sampling
-
-    @property
-    def title(self) -> str:
-        """The title; empty if it has none yet."""
-        return str(self._field("title"))
+    def fields(self) -> Conversation | SimpleNamespace:
+        """Its `title`, `system` and `sampling`, as they are stored or will be."""
+        return self.stored or self._new
 
     def change(self, **fields: Any) -> None:
         """Set `title`, `system` or `sampling`."""
         if self._id is None:
-            self._fields |= fields
+            vars(self._new).update(fields)
         else:
             self._store.change(self._id, **fields)
 
@@ -63,7 +53,7 @@ class ChatConversation:
     ) -> StoredMessage:
         """Add a message of the user after `parent`."""
         if self._id is None:
-            self._id = self._store.create(model=model, **self._fields).id
+            self._id = self._store.create(model=model, **vars(self._new)).id
         return self._store.add_message(self._id, parent, Role.USER, content, attachments=attachments)
 
     def add_answer(self, question: StoredMessage, model: str) -> StoredMessage:
@@ -98,7 +88,3 @@ class ChatConversation:
             if len(alternatives) > 1:
                 points.append((before, alternatives, message))
         return points[::-1]
-
-    def _field(self, name: str) -> Any:
-        stored = self.stored
-        return self._fields[name] if stored is None else getattr(stored, name)

@@ -166,7 +166,7 @@ class MessageCommands:
         """Set a sampling option, such as temperature 0.7; without VALUE, undo that."""
         chat = self._chat
         name, _, value = argument.partition(" ")
-        sampling = dict(chat.conversation.sampling)
+        sampling = dict(chat.conversation.fields.sampling)
         if name:
             if name not in SAMPLING_FIELDS:
                 close = get_close_matches(name, SAMPLING_FIELDS, n=1)
@@ -188,7 +188,7 @@ class MessageCommands:
         if argument:
             self._chat.conversation.change(system="" if argument == "none" else argument)
             self._chat.count_tokens()
-        self._chat.note(f"system message: {self._chat.conversation.system or 'none'}")
+        self._chat.note(f"system message: {self._chat.conversation.fields.system or 'none'}")
 
     @command("/preset", "[NAME]", lambda self: [each.name for each in self._chat.store.presets()])
     def _preset(self, argument: str) -> None:

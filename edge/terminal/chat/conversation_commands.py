@@ -119,12 +119,12 @@ class ChatCommands(MessageCommands):
         """Name this conversation."""
         if argument:
             self._chat.conversation.change(title=argument)
-        self._chat.note(f"title: {self._chat.conversation.title or 'none'}")
+        self._chat.note(f"title: {self._chat.conversation.fields.title or 'none'}")
 
     @command("/new")
     def _new(self, _argument: str) -> None:
         """Start a new conversation."""
-        self._chat.open(ChatConversation(self._chat.store, self._chat.conversation.system))
+        self._chat.open(ChatConversation(self._chat.store, self._chat.conversation.fields.system))
         self._chat.note("new conversation")
 
     @command("/delete")
@@ -162,7 +162,7 @@ class ChatCommands(MessageCommands):
             return
         chat = self._chat
         engine = chat.model.engine
-        session = engine.session(system=chat.conversation.system or None)
+        session = engine.session(system=chat.conversation.fields.system or None)
         session.continue_from(model_messages("", chat.conversation.branch(), calls=takes_calls(engine)))
         self._write(path, lambda: session.save(path))
         chat.note(f"saved; continue with --resume {shlex.quote(str(path))}")

@@ -55,46 +55,41 @@ def test_plain_text_is_split_into_paragraphs_or_lines(tmp_path: Path) -> None:
     assert [each.exchanges[0].prompt for each in read_prompts(path)] == ["one\nstill one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is empty"),
-        (b" \n\n", "is empty"),
-        (b"\xff\xfe", "is not UTF-8 text"),
-        (b"a\0b", "is not text"),
-        (b'{"turns": ["a"]}\n{"turns": [', "line 2: not JSON"),
-        (b'{"turns": ["a"]}\n[]\n', "line 2: not an object"),
-        (b'{"turns": ["a"]}\n{"prompt": "a"}\n', "row 2: turns is None"),
-        (b'{"turns": []}', "row 1: turns is []; it must be a list of at least one"),
-        (b'{"turns": [1]}', "row 1: a turn is 1; it must be a text that is not blank"),
-        (b'{"turns": [" "]}', "row 1: a turn is ' '"),
-        (b'{"turns": ["a"], "category": 3}', "row 1: category is 3"),
-        (b'{"turns": [{"prompt": "a", "response": "b"}]}', "is a recording; give it with --replay"),
-        (b'{"prompt": null}', "row 1: prompt is None"),
-        (b'{"text": "a"}', "its first line has text; give lines with turns, prompt, question or request"),
-        (b"{}", "its first line has no fields"),
-        (b'{"turns":' + b"[" * 100_000, "line 1: not JSON"),
-    ],
-)
-def test_a_bad_prompt_file_raises_a_one_line_error(tmp_path: Path, content: bytes, message: str) -> None:
-    refused(read_prompts, tmp_path / "prompts.jsonl", content, message)
+BAD_PROMPTS = [
+    (b"", "is empty"),
+    (b" \n\n", "is empty"),
+    (b"\xff\xfe", "is not UTF-8 text"),
+    (b"a\0b", "is not text"),
+    (b'{"turns": ["a"]}\n{"turns": [', "line 2: not JSON"),
+    (b'{"turns": ["a"]}\n[]\n', "line 2: not an object"),
+    (b'{"turns": ["a"]}\n{"prompt": "a"}\n', "row 2: turns is None"),
+    (b'{"turns": []}', "row 1: turns is []; it must be a list of at least one"),
+    (b'{"turns": [1]}', "row 1: a turn is 1; it must be a text that is not blank"),
+    (b'{"turns": [" "]}', "row 1: a turn is ' '"),
+    (b'{"turns": ["a"], "category": 3}', "row 1: category is 3"),
+    (b'{"turns": [{"prompt": "a", "response": "b"}]}', "is a recording; give it with --replay"),
+    (b'{"prompt": null}', "row 1: prompt is None"),
+    (b'{"text": "a"}', "its first line has text; give lines with turns, prompt, question or request"),
+    (b"{}", "its first line has no fields"),
+    (b'{"turns":' + b"[" * 100_000, "line 1: not JSON"),
+]
+BAD_RECORDINGS = [
+    (b'{"turns": ["a"]}', "row 1: a turn without an answer; give prompts alone with --prompts"),
+    (b'{"turns": [{"prompt": "a"}]}', "row 1: response is None"),
+    (b'{"turns": [{"prompt": "a", "response": ""}]}', "row 1: response is ''"),
+    (b"just text", "is not a recording; give JSON lines"),
+    (b"# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "contains no answer"),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"turns": ["a"]}', "row 1: a turn without an answer; give prompts alone with --prompts"),
-        (b'{"turns": [{"prompt": "a"}]}', "row 1: response is None"),
-        (b'{"turns": [{"prompt": "a", "response": ""}]}', "row 1: response is ''"),
-        (b"just text", "is not a recording; give JSON lines"),
-        (b"# aider chat started at 2024-08-05 19:33:02\n\n#### hi  \n", "contains no answer"),
-    ],
+    ("read", "content", "message"),
+    [*((read_prompts, *each) for each in BAD_PROMPTS), *((read_recording, *each) for each in BAD_RECORDINGS)],
 )
-def test_a_bad_recording_raises_a_one_line_error(tmp_path: Path, content: bytes, message: str) -> None:
-    refused(read_recording, tmp_path / "recording", content, message)
-
-
-def refused(read: Callable[[Path], object], path: Path, content: bytes, message: str) -> None:
+def test_a_bad_file_raises_a_one_line_error(
+    tmp_path: Path, read: Callable[[Path], object], content: bytes, message: str
+) -> None:
+    path = tmp_path / "file.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         read(path)

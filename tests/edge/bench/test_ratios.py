@@ -77,9 +77,6 @@ def test_a_category_is_the_ratio_of_its_sums_and_the_mean_is_geometric() -> None
     assert mode.by_turn == {1: pytest.approx(4.0)}
     assert rate_ratio(answer(30, 1.0), answer(10, 1.0)) == pytest.approx(3.0)
     assert mode.stats.answers == 3
-
-
-def test_an_answer_of_one_token_is_not_comparable() -> None:
     short = MeasuredTurn("a", 5, 1, {PLAIN: answer(0, 0.0), "auto": answer(0, 0.0)})
     assert compare_modes([short]) == []
     (mode,) = compare_modes([short, turn("a", 0, 1.0, 0.5)])

@@ -76,16 +76,12 @@ def test_invalid_variants_and_revisions_are_errors(name: str, part: str) -> None
         parse_hub_id(name)
 
 
-def test_a_path_on_disk_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_not_sent_to_the_hub_also_if_it_is_mistyped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_on_hub("org/name")
     assert not is_on_hub(Path("org/name"))
     os.makedirs("org/name")
     assert not is_on_hub("org/name")
-
-
-def test_a_mistyped_path_is_not_sent_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     os.makedirs("exports")
     assert not is_on_hub("exports/my-model")

@@ -61,7 +61,7 @@ def test_names_outside_the_folder_are_refused(tmp_path: Path, location: str) -> 
         check_external_data(path)
 
 
-def test_missing_files_are_errors(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(places(tensor("sub/weights.bin"))["initializer"].SerializeToString())
     with pytest.raises(BundleError, match=r"keeps weights in sub/weights\.bin, which is missing; copy the whole model"):
@@ -69,9 +69,6 @@ def test_missing_files_are_errors(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "weights.bin").write_bytes(b"1234")
     check_external_data(path)
-
-
-def test_truncated_files_are_errors(tmp_path: Path) -> None:
     proto = tensor("weights.bin")
     del proto.external_data[:]
     for key, value in {"location": "weights.bin", "offset": "6", "length": "4"}.items():
