@@ -110,6 +110,11 @@ class GgufTokenizer:
                     f"supported are {', '.join(sorted(PRE_TOKENIZERS))}",
                 )
             self._pre_tokenizer = PRE_TOKENIZERS[name]
+        self._bos, self._eos = self._token_id("bos", 1), self._token_id("eos", 2)
+        adds_bos = metadata.flag("tokenizer.ggml.add_bos_token")
+        usual = self._pre_tokenizer is None or self._pre_tokenizer.adds_bos
+        self._adds_bos = usual if adds_bos is None else adds_bos
+        self._adds_eos = metadata.flag("tokenizer.ggml.add_eos_token") is True
 
     def tokenizer_json(self) -> str:
         """Return the text of tokenizer.json.
@@ -128,23 +133,23 @@ class GgufTokenizer:
 
     def tokenizer_config(self) -> dict[str, Any]:
         """Return the settings of tokenizer_config.json, without the chat template."""
-        named = {"bos_token": self._bos(), "eos_token": self._eos(), "unk_token": self._token_id("unknown")}
+        named = {"bos_token": self._bos, "eos_token": self._eos, "unk_token": self._token_id("unknown")}
         named["pad_token"] = self._token_id("padding")
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{name: self._tokens[token] for name, token in named.items() if token is not None},
-            "add_bos_token": self._adds_bos(),
-            "add_eos_token": self._adds_eos(),
+            "add_bos_token": self._adds_bos,
+            "add_eos_token": self._adds_eos,
             "clean_up_tokenization_spaces": False,
         }
 
     def token_ids(self) -> dict[str, Any]:
         """Return `bos_token_id`, `eos_token_id` and `pad_token_id` as in generation_config.json."""
-        end_ids = [self._eos(), self._token_id("eot"), self._token_id("eom")]
+        end_ids = [self._eos, self._token_id("eot"), self._token_id("eom")]
         end_ids += [token for token in map(self._ids.get, _END_TOKENS) if token is not None and self._is_special(token)]
         unique = list(dict.fromkeys(token for token in end_ids if token is not None))
         ids = {
-            "bos_token_id": self._bos(),
+            "bos_token_id": self._bos,
             "eos_token_id": unique if len(unique) > 1 else next(iter(unique), None),
             "pad_token_id": self._token_id("padding"),
         }
@@ -209,8 +214,8 @@ class GgufTokenizer:
 
     def _post_processor(self, default: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Return the post-processor that adds beginning- and end-of-text tokens; `default` where none is added."""
-        bos = self._bos() if self._adds_bos() else None
-        eos = self._eos() if self._adds_eos() else None
+        bos = self._bos if self._adds_bos else None
+        eos = self._eos if self._adds_eos else None
         if bos is None and eos is None:
             return default
         special = {self._tokens[token]: token for token in (bos, eos) if token is not None}
@@ -243,19 +248,6 @@ class GgufTokenizer:
 
     def _is_special(self, token: int) -> bool:
         return self._types[token] == _CONTROL or (self._types[token] == _UNKNOWN and self._model == "llama")
-
-    def _adds_bos(self) -> bool:
-        flag = self._metadata.flag("tokenizer.ggml.add_bos_token")
-        return (self._pre_tokenizer is None or self._pre_tokenizer.adds_bos) if flag is None else flag
-
-    def _adds_eos(self) -> bool:
-        return self._metadata.flag("tokenizer.ggml.add_eos_token") is True
-
-    def _bos(self) -> int | None:
-        return self._token_id("bos", 1)
-
-    def _eos(self) -> int | None:
-        return self._token_id("eos", 2)
 
     def _token_id(self, name: str, default: int | None = None) -> int | None:
         """Return the id of a special token; `default` applies to SentencePiece tokenizers."""

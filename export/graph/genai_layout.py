@@ -36,12 +36,8 @@ from .head_parts import needed_nodes
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 _LENGTH_INPUTS: Final = ("seqlens_k", "total_sequence_length")
-_REMOVED_INPUTS: Final = frozenset(("attention_bias", "logit_rows"))
-_POSITIONS_AND_BIAS: Final = (9, 10)
-"""Input indices of GroupQueryAttention's positions and bias, which are optional."""
 _PASS_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
 """Inputs other than the KV cache."""
-_WINDOW: Final = "local_window_size"
 _TOKENS: Final = 12
 _STEPS: Final = 2
 _TYPES: Final = frozenset(
@@ -118,7 +114,7 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     outputs = _outputs(config)
     nodes = needed_nodes(nodes, [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
-    if left := sorted(used & _REMOVED_INPUTS):
+    if left := sorted(used & {"attention_bias", "logit_rows"}):
         raise ExportError(
             f"GenAI does not provide {', '.join(left)}, which this graph needs", "export it with --layout edge"
         )
@@ -152,14 +148,11 @@ def _length_nodes(graph: GraphProto) -> list[NodeProto]:
 
 def _use_operator_defaults(node: NodeProto, window: int | None) -> None:
     """Remove positions and bias, and set the operator's own window."""
-    for index in _POSITIONS_AND_BIAS:
-        if index < len(node.input):
-            node.input[index] = ""
+    node.input[9:11] = [""] * len(node.input[9:11])
     while not node.input[-1]:
         node.input.pop()
-    attributes = [attribute for attribute in node.attribute if attribute.name != _WINDOW]
-    del node.attribute[:]
-    node.attribute.extend(attributes if window is None else [*attributes, helper.make_attribute(_WINDOW, window)])
+    if window is not None:
+        node.attribute.append(helper.make_attribute("local_window_size", window))
 
 
 def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:

@@ -14,8 +14,7 @@ and C, so the operator has as many key and query heads as there are groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,20 +32,6 @@ from .nodes import MICROSOFT, Nodes
 
 _NORM_EPSILON: Final = 1e-6
 """What the models add to the sum of squares of a query or key head, whatever config.json says."""
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The attributes of the operator, and what a token updates its state by."""
-
-    rule: str
-    """The operator's `update_rule`."""
-    query_heads: int
-    value_heads: int
-    scale: float
-    """Factor on what the queries read."""
-    update: dict[str, int]
-    """Numbers of a token's key, value, decay and so on, by their names in the order of the operator's inputs."""
 
 
 def append_states(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
@@ -67,7 +52,7 @@ def append_silu_convolution(nodes: Nodes, index: int, name: str, states: StateWe
 
 
 def append_recurrence(
-    nodes: Nodes, index: int, name: str, recurrence: Recurrence, query: str, update: list[str]
+    nodes: Nodes, index: int, name: str, query: str, update: dict[str, tuple[str, int]], **attributes: Any
 ) -> str:
     """Append the recurrence over the cached updates and over the new tokens.
 
@@ -75,39 +60,27 @@ def append_recurrence(
         nodes: the graph's nodes.
         index: the layer.
         name: prefix of the nodes.
-        recurrence: the rule and its shapes.
         query: name of the queries, [1, M, query heads * key channels].
-        update: names of keys, values, decays and so on, as `recurrence.update` lists them.
+        update: name and numbers of a token's key, value, decay and so on, in the order of the operator's inputs.
+        attributes: those of the operator.
 
     Returns:
         The name of what the queries read, [1, M, value heads * value channels].
     """
     advanced, present = advanced_recurrent(index), present_of(past_recurrent(index))
-    updates = nodes.add("Concat", update, f"{name}.updates", axis=-1)
+    new, kind = [value for value, _ in update.values()], name.rsplit(".", 1)[-1]
+    updates = nodes.add("Concat", new, f"{name}.updates", axis=-1)
     nodes.add("Slice", [updates, *_last(nodes, UPDATED_WIDTH)], present_of(past_updates(index)))
-    parts, kind = [f"{name}.past.{part}" for part in recurrence.update], name.rsplit(".", 1)[-1]
-    before = nodes.split(past_updates(index), parts, nodes.integers(f"{kind}.updates", *recurrence.update.values()))
+    widths = nodes.integers(f"{kind}.updates", *(width for _, width in update.values()))
+    before = nodes.split(past_updates(index), [f"{name}.past.{part}" for part in update], widths)
     # What the cached tokens read is not needed; their keys stand for queries.
-    _append_operator(nodes, recurrence, before[0], before, past_recurrent(index), [f"{name}.past.read", advanced])
-    return _append_operator(nodes, recurrence, query, update, advanced, [f"{name}.read", present])
-
-
-def _append_operator(
-    nodes: Nodes, recurrence: Recurrence, query: str, update: list[str], state: str, outputs: list[str]
-) -> str:
-    """Append the operator; returns the name of what the queries read."""
-    nodes.add_multi_output(
-        "LinearAttention",
-        [query, *update[:2], state, *update[2:]],
-        outputs,
-        outputs[0],
-        MICROSOFT,
-        q_num_heads=recurrence.query_heads,
-        kv_num_heads=recurrence.value_heads,
-        update_rule=recurrence.rule,
-        scale=recurrence.scale,
-    )
-    return outputs[0]
+    for queries, values, state, outputs in (
+        (before[0], before, past_recurrent(index), [f"{name}.past.read", advanced]),
+        (query, new, advanced, [f"{name}.read", present]),
+    ):
+        inputs = [queries, *values[:2], state, *values[2:]]
+        nodes.add_multi_output("LinearAttention", inputs, outputs, outputs[0], MICROSOFT, **attributes)
+    return f"{name}.read"
 
 
 def _last(nodes: Nodes, tokens: int) -> list[str]:
@@ -180,9 +153,10 @@ def append_delta_net(
     query, key = _append_query_and_key(nodes, name, config, query_key)
     decay, beta = _append_gates(nodes, name, layer, states, config, normed)
     count = config.value_heads
-    update = {"key": count * config.key_dim, "value": config.value_width, "decay": count, "beta": count}
-    recurrence = Recurrence("gated_delta", count, count, config.key_dim**-0.5, update)
-    read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay, beta])
+    update = {"key": (key, count * config.key_dim), "value": (value, config.value_width)}
+    update |= {"decay": (decay, count), "beta": (beta, count)}
+    heads_and_scale = {"q_num_heads": count, "kv_num_heads": count, "scale": config.key_dim**-0.5}
+    read = append_recurrence(nodes, index, name, query, update, update_rule="gated_delta", **heads_and_scale)
     return _append_gated_norm(nodes, name, states, config, read, gate)
 
 
@@ -261,9 +235,10 @@ def append_mamba(
     heads = nodes.add("Reshape", [channels, apart], f"{name}.heads")
     steps = nodes.add("Unsqueeze", [step, nodes.integers("mamba.last", -1)], f"{name}.steps")
     value = nodes.together(nodes.add("Mul", [heads, steps], f"{name}.values"), f"{name}.value")
-    update = {"key": config.key_width, "value": config.value_width, "decay": config.value_heads}
-    recurrence = Recurrence("gated", config.key_heads, config.value_heads, 1.0, update)
-    read = append_recurrence(nodes, index, name, recurrence, query, [key, value, decay])
+    update = {"key": (key, config.key_width), "value": (value, config.value_width)}
+    update["decay"] = (decay, config.value_heads)
+    heads_and_scale = {"q_num_heads": config.key_heads, "kv_num_heads": config.value_heads, "scale": 1.0}
+    read = append_recurrence(nodes, index, name, query, update, update_rule="gated", **heads_and_scale)
     skip = nodes.weights.vector(f"{name}.d", [states.skip])
     factors = nodes.add("Unsqueeze", [skip, nodes.integers("mamba.last", -1)], f"{name}.ds")
     skipped = nodes.together(nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")

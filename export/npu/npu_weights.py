@@ -55,10 +55,6 @@ class NpuWeights:
         self._source = source
         self._data = data
 
-    def has(self, name: str) -> bool:
-        """Whether model.onnx has an initializer of that name."""
-        return name in self._stored
-
     def shared(self, name: str) -> str:
         """Use an initializer of model.onnx as it is: codes, or packed zero points."""
         self.protos.setdefault(name, self._stored[name])
@@ -85,7 +81,7 @@ class NpuWeights:
     def packed_zero_points(self, linear: str, bits: int) -> str:
         """Packed zero points of a linear; an embedding without tied head has them stored unpacked only."""
         name, unpacked = f"{linear}.zero_points", f"{linear}.gathered_zero_points"
-        if self.has(name):
+        if name in self._stored:
             return self.shared(name)
         return self.constant(name, pack_zero_points(self._array(unpacked)[..., 0], bits))
 

@@ -160,7 +160,14 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
             graph.rename(name, graph.fresh(usual))
     caches = _caches(graph)
     if not caches:
-        raise _no_cache(graph)
+        if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in FLOATS for name in graph.inputs):
+            raise BundleError(
+                "the model's cache does not consist of key and value tensors to which new slots are appended",
+                _RUN_AS_IT_IS,
+            )
+        raise BundleError(
+            "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
+        )
     past = {cache.past for cache in caches}
     _rename_only(graph, TOKENS, [name for name in graph.inputs if name not in past and _is_tokens(graph, name)])
     if TOKENS not in graph.inputs:
@@ -212,17 +219,6 @@ def constant_inputs(graph: EditableGraph, node: Node) -> list[str]:
 def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
     """The constant that a value is, possibly stored in another layout or type; None if it is computed."""
     return graph.tensors.get(graph.source(name, *_STORED_LAYOUT))
-
-
-def _no_cache(graph: EditableGraph) -> BundleError:
-    if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in FLOATS for name in graph.inputs):
-        return BundleError(
-            "the model's cache does not consist of key and value tensors to which new slots are appended",
-            _RUN_AS_IT_IS,
-        )
-    return BundleError(
-        "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
-    )
 
 
 def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:

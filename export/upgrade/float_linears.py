@@ -206,7 +206,10 @@ def widen(graph: EditableGraph) -> bool:
         if tensor.element_type not in _HALVES:
             continue
         if tensor.size >= _LARGE_TABLE and all(node.op == "Gather" for node in graph.consumers(name)):
-            _widen_gathered(graph, name)
+            for node in graph.consumers(name):  # the gathered rows are converted instead of the table
+                rows, readers = node.output(0), graph.consumers(node.output(0))
+                wide_rows = graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT)
+                graph.replace_uses(rows, wide_rows, readers)
         else:
             wide = _widened(tensor)
             graph.tensors[name] = replace(wide, source=converted.setdefault(tensor.source, wide.source))
@@ -226,13 +229,6 @@ def _retype(graph: EditableGraph, node: Node) -> None:
     if value is not None and value.data_type in _HALVES:
         wide = numpy_helper.to_array(value).astype(np.float32)
         graph.set_attribute(node, "value", numpy_helper.from_array(wide))
-
-
-def _widen_gathered(graph: EditableGraph, name: str) -> None:
-    """Convert the rows that are gathered from a table instead of the table."""
-    for node in graph.consumers(name):
-        rows, readers = node.output(0), graph.consumers(node.output(0))
-        graph.replace_uses(rows, graph.value("Cast", [rows], name=f"{rows}.float", to=TensorProto.FLOAT), readers)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -78,19 +78,15 @@ class Computed:
     """Bytes that are in memory, or computed on demand."""
 
     length: int
-    make: Callable[[], Iterable[Array]]
+    pieces: Callable[[], Iterable[Array]]
     """Yields contiguous arrays of any type whose concatenated bytes are the tensor. Called once per written model, in
     the order in which tensors were added to the graph."""
     widens: Tensor | None = None
     """The half-precision tensor that this is the float32 copy of, if it is one."""
 
-    def pieces(self) -> Iterator[Array]:
-        """Yield what `make` yields."""
-        yield from self.make()
-
     def read(self) -> Array:
         """Return all bytes at once, uint8 [length]."""
-        pieces = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in self.make()]
+        pieces = [np.ascontiguousarray(piece).reshape(-1).view(np.uint8) for piece in self.pieces()]
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
 
 

@@ -134,7 +134,10 @@ def _write(
     _widen_halves(graph, notes)
     if rounds:
         quantize_linears(graph, body, head)
-    _tune(graph, notes)
+    if (linears := round_activations(graph)) > 0:
+        notes.append(f"{linears} linears without a stated precision now round activations to 8 bits")
+    for tune in (share_reshaped_constants, absorb_biases, join_linears, pack_heads):
+        tune(graph)
     matrices = weight_matrices(graph)
     total = sum(tensor.nbytes for tensor in graph.tensors.values())
     with WeightFile(folder / WEIGHTS_NAME) as data:
@@ -212,17 +215,6 @@ def _formats(graph: EditableGraph, recipe: ExportRecipe, notes: list[str]) -> tu
         notes.append("weights that have few bits already were not rounded again")
     default = FP32 if few_bits else INT4
     return recipe.body or default, recipe.head_format or default
-
-
-def _tune(graph: EditableGraph, notes: list[str]) -> None:
-    """Rewrite quantized linears for the CPU's kernels."""
-    rounded = round_activations(graph)
-    if rounded:
-        notes.append(f"{rounded} linears without a stated precision now round activations to 8 bits")
-    share_reshaped_constants(graph)
-    absorb_biases(graph)
-    join_linears(graph)
-    pack_heads(graph)
 
 
 def _require_same(folder: Path, model: ModelProto, reference: Reference, progress: Progress) -> float:

@@ -13,14 +13,7 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import EdgeError, InputError
-from edgerun.export import (
-    ExportRecipe,
-    ExportResult,
-    Method,
-    WeightFormat,
-    export_checkpoint,
-    export_model,
-)
+from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint, export_model
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears
 from edgerun.export.allocation.linear_times import load_or_measure
 from edgerun.export.allocation.plan_costs import bytes_read, weight_count
@@ -64,10 +57,6 @@ def mixed(budget: str, **settings: object) -> ExportRecipe:
     return ExportRecipe("mixed", budget=budget, **choices)
 
 
-def export(source: Path, destination: Path, recipe: ExportRecipe) -> ExportResult:
-    return export_checkpoint(source, destination, recipe)
-
-
 def spent_by(bundle: Path, source: Path) -> float:
     """Bits per weight that a pass over a bundle reads."""
     plan, config = weights_of(bundle), read_config(source)
@@ -88,8 +77,10 @@ def answer(bundle: Path, **settings: object) -> str:
 @pytest.mark.parametrize(("method", "awq"), [(Method.GPTQ, False), nightly(Method.K_QUANT, True)])
 def test_calibration_lowers_the_divergence(checkpoint: Path, tmp_path: Path, method: Method, awq: bool) -> None:
     recipe = ExportRecipe(WeightFormat(2, 64), method=f"awq+{method}" if awq else method, **TEXT)
-    calibrated = export(checkpoint, tmp_path / "calibrated", recipe).report
-    plain = export(checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, **TEXT))
+    calibrated = export_checkpoint(checkpoint, tmp_path / "calibrated", recipe).report
+    plain = export_checkpoint(
+        checkpoint, tmp_path / "plain", ExportRecipe(WeightFormat(2, 64), method=Method.RTN, **TEXT)
+    )
     assert calibrated.quality.mean_kl < 0.9 * plain.report.quality.mean_kl
     manifest = open_bundle(tmp_path / "calibrated").manifest
     assert manifest.calibration.awq is awq
@@ -128,7 +119,7 @@ def test_experts_and_layers_with_states_are_calibrated_too(
 ) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", family, **EXPERTS.get(family, {}))
     recipe = ExportRecipe(WeightFormat(4, 32), method="awq+gptq" if awq else "gptq", **TEXT)
-    done = export(source, tmp_path / "bundle", recipe)
+    done = export_checkpoint(source, tmp_path / "bundle", recipe)
     assert done.parity.max_abs_diff < 1e-3  # the graph equals the reference with the dequantized weights
     chosen, nearest = (each.kl for each in done.report.plans)
     assert chosen < 0.9 * nearest
@@ -178,19 +169,19 @@ def test_a_mixed_export_of_experts_from_the_command_line(tmp_path: Path) -> None
     assert '"layers.0.down"' not in text
     (tmp_path / "two.toml").write_text(f'{text}"layers.0.down" = "int8/32"\n', encoding="utf-8")
     with pytest.raises(InputError, match=r"layers\.0\.gate_up and layers\.0\.down two formats, but one operator"):
-        export(source, tmp_path / "again", ExportRecipe(plan=tmp_path / "two.toml", **TEXT))
+        export_checkpoint(source, tmp_path / "again", ExportRecipe(plan=tmp_path / "two.toml", **TEXT))
 
 
 def test_drafts_of_their_own_layers_are_refused_for_experts(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
     with pytest.raises(InputError, match="qwen3_moe models, which have experts"):
-        export(source, tmp_path / "bundle", ExportRecipe(draft_layers="auto"))
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(draft_layers="auto"))
 
 
 def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     checkpoint: Path, tmp_path: Path, own_cache: Path
 ) -> None:
-    done = export(checkpoint, tmp_path / "bundle", mixed("5bpw"))
+    done = export_checkpoint(checkpoint, tmp_path / "bundle", mixed("5bpw"))
     plan, spent = weights_of(tmp_path / "bundle"), spent_by(tmp_path / "bundle", checkpoint)
     assert spent <= 5
     assert set(plan.values()) <= set(BASE_FORMATS)
@@ -207,7 +198,7 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     assert answer(tmp_path / "bundle")
 
     again = ExportRecipe(plan=tmp_path / "bundle" / "plan.toml", **TEXT)
-    export(checkpoint, tmp_path / "again", again)
+    export_checkpoint(checkpoint, tmp_path / "again", again)
     names = ("model.onnx", "model.onnx.data")
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert [first.files[name] for name in names] == [second.files[name] for name in names]
@@ -229,8 +220,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
-    plain = export(narrow, tmp_path / "plain", mixed("4.8bpw")).report
-    corrected = export(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank=True)).report
+    plain = export_checkpoint(narrow, tmp_path / "plain", mixed("4.8bpw")).report
+    corrected = export_checkpoint(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank=True)).report
     plan = weights_of(tmp_path / "bundle")
     assert spent_by(tmp_path / "bundle", narrow) <= 4.8
     ranked = {linear for linear, each in plan.items() if each.rank}
@@ -246,7 +237,7 @@ def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: 
 
 @pytest.mark.nightly
 def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    export(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank=True))
+    export_checkpoint(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank=True))
     assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
@@ -309,7 +300,7 @@ def test_a_draft_does_not_change_the_text(
     checkpoint: Path, draft: Path, tmp_path: Path, own_layers: bool, vocabulary: int | str | None
 ) -> None:
     made_of: dict[str, Any] = {"draft_layers": "auto"} if own_layers else {"draft": draft}
-    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(draft_vocab=vocabulary, **made_of, **TEXT))
+    done = export_checkpoint(checkpoint, tmp_path / "bundle", ExportRecipe(draft_vocab=vocabulary, **made_of, **TEXT))
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == "auto"
     assert answer(tmp_path / "bundle") == answer(tmp_path / "bundle", draft=None)
@@ -317,7 +308,7 @@ def test_a_draft_does_not_change_the_text(
 
 
 def test_the_scales_of_an_int8_cache_are_stored_and_used(checkpoint: Path, tmp_path: Path) -> None:
-    done = export(checkpoint, tmp_path / "bundle", ExportRecipe(**TEXT))
+    done = export_checkpoint(checkpoint, tmp_path / "bundle", ExportRecipe(**TEXT))
     assert any(note.startswith("With --kv int8 the mean KL from a float cache is 0.0") for note in done.report.notes)
     stored = tmp_path / "bundle" / "kv_scales.json"
     stages: list[str] = []
@@ -347,7 +338,7 @@ def test_impossible_requests_are_refused(checkpoint: Path, tmp_path: Path, recip
     Path("few.txt").write_text("the sea and the sand\n" * 5, encoding="utf-8")
     Path("strange.toml").write_text('[linears]\n"layers.9.qkv" = "int4/64"\n', encoding="utf-8")
     with pytest.raises(EdgeError, match=message):
-        export(checkpoint, tmp_path / "bundle", recipe)
+        export_checkpoint(checkpoint, tmp_path / "bundle", recipe)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -363,7 +354,7 @@ def test_only_checkpoints_are_calibrated(tmp_path: Path, checkpoint: Path) -> No
 def test_a_draft_with_another_vocabulary_is_refused_at_once(checkpoint: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", vocab_size=290)
     with pytest.raises(InputError) as caught:
-        export(checkpoint, tmp_path / "bundle", ExportRecipe(draft=other, **TEXT))
+        export_checkpoint(checkpoint, tmp_path / "bundle", ExportRecipe(draft=other, **TEXT))
     assert str(caught.value) == (
         f"the draft {other} has another vocabulary than the model: its highest token id is 289, not 299; "
         "give a draft with the same tokenizer"

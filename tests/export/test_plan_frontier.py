@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgerun import InputError
-from edgerun.export import (
-    ExportRecipe,
-    FrontierPlan,
-    export_model,
-    measure_frontier,
-)
+from edgerun.export import ExportRecipe, FrontierPlan, export_model, measure_frontier
 from edgerun.models.bundle import open_bundle
 from support.tiny_models import write_bundle, write_checkpoint
 

@@ -169,14 +169,7 @@ DAMAGED = [
         edit_config(layer_types=["full_attention", "linear_attention"]),
         r"layer_types has 'linear_attention'; supported are full_attention and sliding_attention",
     ),
-    (
-        edit_config(use_bidirectional_attention=True),
-        r"use_bidirectional_attention is not supported; only decoders with causal",
-    ),
-    (
-        edit_config(quantization_config={"quant_method": "gptq"}),
-        r"already quantized \(gptq\); export the original float checkpoint",
-    ),
+    (edit_config(use_bidirectional_attention=True), r"use_bidirectional_attention is not supported; only decoders"),
     (remove("model.safetensors"), r"does not contain model\.safetensors; give the folder"),
     (only_pickled_weights, r"only contains pickled weights.*; save the checkpoint as safetensors"),
     (without_a_shard, r"shard model-00002-of-00003\.safetensors is missing"),
@@ -188,40 +181,24 @@ DAMAGED = [
     (cut("model.safetensors", -100), r"model\.safetensors is truncated: .* extends beyond its \d+ bytes; download"),
     (header_of("{oops"), r"has a damaged header"),
     (header_of('{"model.x": {"dtype": "F32"}}'), r"has a damaged header"),
-    (
-        header_of('{"model.x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}'),
-        r"has a damaged header: model\.x has bytes 0 to 4 for shape \[3\]",
-    ),
-    (
-        header_of('{"model.x": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'),
-        r"has a damaged header: model\.x has the data_offsets \[-4, 0\]",
-    ),
+    (entry_of([3], [0, 4]), r"has a damaged header: model\.x has bytes 0 to 4 for shape \[3\]"),
+    (entry_of([1], [-4, 0]), r"has a damaged header: model\.x has the data_offsets \[-4, 0\]"),
     (
         edit_weights(lambda weights: weights.pop("model.layers.1.self_attn.k_proj.weight")),
         r"lacks the tensor model\.layers\.1\.self_attn\.k_proj\.weight; the checkpoint is incomplete",
     ),
     (edit_config(tie_word_embeddings=False), r"lacks the tensor lm_head\.weight"),
-    (
-        set_norm(np.ones(65, np.float32)),
-        r"model\.norm\.weight has shape \[65\], but config\.json implies \[64\]",
-    ),
+    (set_norm(np.ones(65, np.float32)), r"model\.norm\.weight has shape \[65\], but .* implies \[64\]"),
     (set_norm(np.ones(64, np.int32)), r"has type I32; supported are F32, F16 and BF16"),
     (set_weight(float("nan")), r"up_proj\.weight holds NaN or infinite weights"),
     (set_weight(float("inf")), r"up_proj\.weight holds NaN or infinite weights"),
-    (set_weight(float("-inf")), r"up_proj\.weight holds NaN or infinite weights"),
     (remove("tokenizer.json"), r"does not contain tokenizer\.json; save one with AutoTokenizer"),
     (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
     (write("tokenizer.json", "not json"), r"tokenizer\.json is not a tokenizer"),
     (write("config.json", DEEP), r"config\.json is not valid JSON: it is nested too deeply"),
-    (write("config.json", '{"a":' * 100_000), r"config\.json is not valid JSON: it is nested too deeply"),
     (write("config.json", b'{"model_type": "\xff"}'), r"config\.json is not valid JSON: 'utf-8' codec"),
     (edit_config(rope_theta=10**400), r"rope_theta must be a number, at most 1e\+30, found 1000"),
-    (edit_config(rms_norm_eps=10**400), r"rms_norm_eps must be a number, at most 1e\+30, found 1000"),
-    (
-        edit_config(max_position_embeddings=10**400),
-        r"max_position_embeddings must be .*, at most 2147483647, found 1000",
-    ),
-    (edit_config(rope_theta=float("nan")), r"rope_theta must be a number, .*found nan"),
+    (edit_config(max_position_embeddings=10**400), r"max_position_embeddings must be .*, at most 2147483647, found 1"),
     (edit_config(rms_norm_eps=float("inf")), r"rms_norm_eps must be a number, .*found inf"),
     (edit_config(rms_norm_eps=True), r"rms_norm_eps must be a number, .*found True"),
     (edit_config(rope_theta=1), r"rope_theta must be greater than 1, found 1\.0"),
@@ -233,10 +210,7 @@ DAMAGED = [
     ),
     (edit_config(max_position_embeddings=1), r"max_position_embeddings must be an integer of at least 2, found 1"),
     (edit_config(layer_types=5), r"layer_types must be a list, found 5"),
-    (
-        edit_config(num_hidden_layers=10**7),
-        r"num_hidden_layers must be a positive integer, at most 10000, found 1",
-    ),
+    (edit_config(num_hidden_layers=10**7), r"num_hidden_layers must be a positive integer, at most 10000, found 1"),
     (edit_config(num_hidden_layers=9999), r"lacks the tensor model\.layers\.2\.self_attn\.q_proj\.weight"),
     (header_of(DEEP), r"has a damaged header: it is not valid JSON: it is nested too deeply"),
     (header_of("[]"), r"has a damaged header: it does not hold a JSON object"),
@@ -258,22 +232,18 @@ DAMAGED = [
     (edit_generation(temperature="hot"), r"generation_config\.json: temperature must be a number, found 'hot'"),
     (write("generation_config.json", "{"), r"generation_config\.json is not valid JSON"),
     (write("tokenizer_config.json", "[]"), r"tokenizer_config\.json does not hold a JSON object"),
-    (
-        write("tokenizer_config.json", '{"eos_token": 3}'),
-        r"tokenizer_config\.json: eos_token must be text, found 3",
-    ),
+    (write("tokenizer_config.json", '{"eos_token": 3}'), r"config\.json: eos_token must be text, found 3"),
     (write("tokenizer_config.json", '{"chat_template": 3}'), r"json: chat_template must be text, found 3"),
     (write("chat_template.jinja", b"\xff"), r"chat_template\.jinja cannot be read: 'utf-8' codec"),
 ]
 
 
-@pytest.mark.parametrize("weight_format", [FP32, INT4], ids=str)
 @pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=[message[:40] for _, message in DAMAGED])
-def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, damage: Damage, message: str, weight_format) -> None:
+def test_damaged_checkpoints_are_refused_in_one_line(tmp_path, damage: Damage, message: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     damage(source)
     with pytest.raises(CheckpointError, match=message) as caught:
-        exported(source, tmp_path / "bundle", weight_format)
+        exported(source, tmp_path / "bundle", INT4)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
@@ -289,50 +259,31 @@ def test_end_of_text_token_of_config_json_without_generation_config(tmp_path) ->
 def test_null_settings_have_default_values(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     edit_config(rms_norm_eps=None, rope_theta=None)(source)
-    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+    config = read_config(source)
+    assert (config.norm_epsilon, config.attention[0].rope.base) == (1e-6, 10_000.0)
 
 
-def test_the_error_names_a_missing_folder(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere does not contain config\.json"):
-        exported(tmp_path / "nowhere", tmp_path / "bundle")
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint")
-    other = write_checkpoint(tmp_path / "other", vocab_size=301)
-    (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    with pytest.raises(
-        CheckpointError, match=r"has token '.*' with id 300, but config\.json has vocab_size 300; the tokenizer"
-    ):
-        exported(source, tmp_path / "bundle")
-
-
-def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", vocab_size=320)
-    other = write_checkpoint(tmp_path / "other")
-    (source / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    assert export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+def test_a_vocabulary_may_be_larger_than_the_tokenizer_but_not_smaller(tmp_path) -> None:
+    source, larger = (write_checkpoint(tmp_path / str(size), vocab_size=size) for size in (300, 320))
+    tokenizers = [(folder / "tokenizer.json").read_bytes() for folder in (source, larger)]
+    (larger / "tokenizer.json").write_bytes(tokenizers[0])
+    assert export_checkpoint(larger, tmp_path / "bundle", ExportRecipe(FP32)).parity.top1_agreement == 1.0
+    (source / "tokenizer.json").write_bytes(tokenizers[1])
+    with pytest.raises(CheckpointError, match=r"token '.*' with id 319, but config\.json has vocab_size 300; the tok"):
+        exported(source, tmp_path / "other")
 
 
 INVALID_FAMILY_SETTINGS = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, r"max_window_layers must be .* 0, found 'x'"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": [2]}, r"max_window_layers must be .* 0, found \[2\]"),
-    (
-        "qwen3",
-        {"layer_types": ["sliding_attention"] * 2},
-        r"sliding_window must be a positive integer, found None",
-    ),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"sliding_window must be a positive integer, found None"),
     ("qwen3_moe", {"num_experts": 10**6}, r"num_experts must be a positive integer, at most 10000, found 1000000"),
     ("qwen3_moe", {"num_experts_per_tok": 6}, r"num_experts_per_tok must be .*, at most 5, found 6"),
     ("qwen3_moe", {"mlp_only_layers": 1}, r"mlp_only_layers must be a list, found 1"),
     ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size must be .*, found None"),
     ("gpt_oss", {"swiglu_limit": 0}, r"swiglu_limit must be a positive number, found 0"),
     ("gpt_oss", {"num_local_experts": None}, r"num_local_experts must be a positive integer, found None"),
-    (
-        "gpt_oss",
-        {"quantization_config": {"quant_method": "gptq"}},
-        r"already quantized \(gptq\); export the original float checkpoint",
-    ),
+    ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, r"already quantized \(gptq\); export the original"),
     ("mistral", {"sliding_window": 0}, r"sliding_window must be a positive integer, found 0"),
     ("gemma2", {"sliding_window_pattern": 0}, r"sliding_window_pattern must be a positive integer, found 0"),
     ("gemma2", {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar must be a positive number, found 0"),
@@ -351,13 +302,9 @@ INVALID_FAMILY_SETTINGS = [
     (
         "granite",
         {"embedding_multiplier": None, "logits_scaling": 0},
-        r"logits_scaling must be a positive number, found 0",
+        r"logits_scaling must be a positive number, found",
     ),
-    (
-        "phi3",
-        {"partial_rotary_factor": 0.1},
-        r"partial_rotary_factor 0\.1 rotates 3 of 32 channels; supported is an even",
-    ),
+    ("phi3", {"partial_rotary_factor": 0.1}, r"partial_rotary_factor 0\.1 rotates 3 of 32 channels; supported is an"),
     ("phi3", {"partial_rotary_factor": 2.0}, r"partial_rotary_factor 2\.0 rotates 64 of 32 channels"),
     ("phi3", {"partial_rotary_factor": "half"}, r"partial_rotary_factor must be a number, .* found 'half'"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, r"short_factor must be a list, found None"),
@@ -384,5 +331,4 @@ def test_invalid_settings_of_a_family_are_refused_in_one_line(tmp_path, family: 
 
 
 def test_a_window_that_no_layer_uses_is_ignored(tmp_path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen2", use_sliding_window=True, max_window_layers=2)
-    exported(source, tmp_path / "bundle")
+    read_config(write_checkpoint(tmp_path, "qwen2", use_sliding_window=True, max_window_layers=2))

@@ -117,7 +117,6 @@ def test_genai_config(tmp_path: Path) -> None:
         "top_k": 20,
     }
     manifest = open_bundle(report.bundle).manifest
-    assert manifest is not None
     assert manifest.layout is GraphLayout.GENAI
     assert "genai_config.json" in manifest.files
     assert set(report.file_bytes) == {*manifest.files, "edge.json"}
@@ -145,7 +144,6 @@ def test_the_command_writes_the_layout(tmp_path: Path, capsys: pytest.CaptureFix
     for _ in range(2):  # the second one replaces the first
         assert main(["export", str(source), str(tmp_path / "out"), "--layout", "genai"]) == 0
     manifest = open_bundle(tmp_path / "out").manifest
-    assert manifest is not None
     assert manifest.command == "edge-run export checkpoint out --weights int4 --block 32 --layout genai"
     capsys.readouterr()
     assert main([str(tmp_path / "out"), "-p", "the other", "-n", "5", "--json"]) == 0

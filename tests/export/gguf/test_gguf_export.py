@@ -20,8 +20,7 @@ from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
-from support.shared_data import data_path
-from support.tiny_models import exported, greedy_story, write_checkpoint, write_weights
+from support.tiny_models import exported, write_checkpoint, write_weights
 
 STORED = ExportRecipe()
 """Keeps the formats of the file."""
@@ -65,20 +64,25 @@ def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "scaling"),
     [
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_key_value_heads": 4},
-        {"head_dim": 24, "rms_norm_eps": 0.3, "rope_theta": 500000.0},
+        ({"attention_bias": True, "mlp_bias": True}, {}),
+        ({"num_key_value_heads": 4}, {}),
+        ({"head_dim": 24, "rms_norm_eps": 0.3, "rope_theta": 500000.0}, {}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"type": "linear", "factor": 4.0}),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
+        ),
     ],
     ids=str,
 )
-def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides) -> None:
+def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides, scaling) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", **overrides)
-    file = write_gguf(tmp_path / "model.gguf", source)
-    expected = export_checkpoint(source, tmp_path / "expected", ExportRecipe(INT8))
-    bundle = export_checkpoint(file, tmp_path / "bundle", ExportRecipe(INT8))
-    assert digests(bundle.bundle) == digests(expected.bundle)
+    metadata = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
+    file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
+    bundles = [exported(each, tmp_path / f"{each.stem}-bundle", INT8) for each in (source, file)]
+    assert digests(bundles[0]) == digests(bundles[1])
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -230,25 +234,6 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "also"),
-    [
-        ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
-        ),
-    ],
-    ids=["linear", "yarn"],
-)
-def test_rope_scalings_export_like_the_checkpoint(tmp_path, scaling, also) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling)
-    metadata = {f"llama.rope.scaling.{key}": value for key, value in also.items()}
-    file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
-    expected = exported(source, tmp_path / "expected")
-    assert digests(exported(file, tmp_path / "bundle", STORED)) == digests(expected)
-
-
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
     """Frequency divisors as llama.cpp's converter computes them."""
     divisors, original = [], scaling["original_max_position_embeddings"]
@@ -331,15 +316,6 @@ def test_settings_equal_those_of_the_checkpoint(tmp_path) -> None:
     assert tokenizer["add_bos_token"] is False
 
 
-def test_greedy_text_of_the_stories_model_from_half_floats(tmp_path) -> None:
-    source = data_path("weights/stories260K-hf")
-    file = write_gguf(tmp_path / "stories.gguf", source, "F16")
-    bundle = exported(file, tmp_path / "stories", STORED)
-    text = greedy_story(bundle)
-    assert len(text) > 350
-    assert text in (source / "ORIGIN.md").read_text(encoding="utf-8")
-
-
 def test_the_command_keeps_the_formats_of_a_file(tmp_path, capsys) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_0")
@@ -367,5 +343,3 @@ def test_running_a_gguf_file_suggests_exporting_it(tmp_path, capsys) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert main([str(tmp_path / "model.gguf"), "-p", "hello"]) == 2
     assert "is not an .onnx file; edge-run export model.gguf OUT makes a model folder of it" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "other.gguf"), str(tmp_path / "bundle")]) == 2
-    assert "other.gguf does not exist; give a checkpoint folder, a .gguf file" in capsys.readouterr().err

@@ -104,15 +104,6 @@ def test_rotation_is_found(variant: DecoderVariant) -> None:
     np.testing.assert_allclose(table.sines, variant.rotary_scale * np.sin(angles), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [DecoderVariant(rotary=RotaryPairs.LENGTH_DEPENDENT), DecoderVariant(key_rotary_scale=2.0)],
-    ids=["depends on the length", "scales keys differently"],
-)
-def test_rotation_that_depends_on_more_than_position_is_not_recognized(variant: DecoderVariant) -> None:
-    assert found(variant)[1] is None
-
-
 FUSED = {
     "halves": (DecoderVariant(), 0),
     "none": (DecoderVariant(rotary=RotaryPairs.NONE), 0),
@@ -120,6 +111,7 @@ FUSED = {
     "some": (DecoderVariant(head_dim=32, rotary_dim=16), 0),
     "outside": (DecoderVariant(head_dim=24, rotary_dim=12, tokens_first=True), 2),
     "unlike": (DecoderVariant(key_rotary_scale=2.0), 0),
+    "of-the-length": (DecoderVariant(rotary=RotaryPairs.LENGTH_DEPENDENT), 0),
     "window": (DecoderVariant(layers=2, window=6, masking=Masking.SELECTED), 0),
     "softcap": (DecoderVariant(softcap=5.0, scale=0.9, scale_on_both=True), 0),
     "one-key-head": (DecoderVariant(heads=3, kv_heads=1), 0),
@@ -134,7 +126,8 @@ def test_fused_attention_computes_the_same(variant: DecoderVariant, outside: int
     attention = graph.nodes_of("GroupQueryAttention")
     assert len(attention) == variant.layers
     assert len(graph.nodes_of("RotaryEmbedding")) == outside
-    inside = not outside and variant.rotary is not RotaryPairs.NONE and variant.key_rotary_scale == 1
+    by_position = variant.rotary in (RotaryPairs.HALVES, RotaryPairs.ADJACENT) and variant.key_rotary_scale == 1
+    inside = by_position and not outside
     assert [node.attribute("do_rotary") for node in attention] == [int(inside)] * variant.layers
     assert not graph.nodes_of("Softmax", "Tile", "Expand")
 
@@ -146,19 +139,16 @@ def test_fused_attention_computes_the_same(variant: DecoderVariant, outside: int
         (DecoderVariant(masking=Masking.BLOCKS), "its mask is neither causal nor a sliding window"),
         (DecoderVariant(scale=0.0, scale_on_both=True), "its scores are neither scaled nor capped in a known way"),
         (DecoderVariant(scale=-0.25), "its scores are neither scaled nor capped in a known way"),
+        (DecoderVariant(head_dim=20, rotary=RotaryPairs.NONE), "requires a multiple of 8; run it as it is"),
     ],
-    ids=["alibi", "blocks", "zero-scale", "negative-scale"],
+    ids=["alibi", "blocks", "zero-scale", "negative-scale", "head size"],
 )
-def test_unknown_masks_and_scales_are_refused(variant: DecoderVariant, what: str) -> None:
+def test_unknown_masks_scales_and_sizes_are_refused(variant: DecoderVariant, what: str) -> None:
     with pytest.raises(BundleError) as refused:
         check_upgrade(plain_decoder(variant))
-    assert str(refused.value) == f"the model's attention in layer 0 is not recognized: {what}; {CANNOT}"
-    assert "\n" not in str(refused.value)
-
-
-def test_unsupported_head_size_is_refused() -> None:
-    with pytest.raises(BundleError, match="heads have 20 channels, and fused attention requires a multiple of 8"):
-        check_upgrade(plain_decoder(DecoderVariant(head_dim=20, rotary=RotaryPairs.NONE)))
+    unknown = f"the model's attention in layer 0 is not recognized: {what}; {CANNOT}"
+    sized = "the model's heads have 20 channels, and fused attention requires a multiple of 8; run it as it is"
+    assert str(refused.value) == (sized if variant.head_dim == 20 else unknown)
 
 
 @pytest.mark.parametrize("window", [0, 40])

@@ -120,11 +120,6 @@ def integer_linear(codes: Array, scales: Floats, zeros: Array | None) -> onnx.Mo
     return nodes.model([value], [onnx.ValueInfoProto(name="y")])
 
 
-def result(graph: EditableGraph, x: Floats) -> Floats:
-    out: Floats = evaluate(graph.model(in_place), {"x": x})[0]
-    return out
-
-
 @settings(max_examples=30)
 @given(
     columns=st.sampled_from([20, 32, 96, 128, 256]),
@@ -150,18 +145,8 @@ def test_weights_do_not_change(columns: int, rows: int, signed: bool, by_column:
     graph.set_attribute(node, "accuracy_level", 1)
     x = random.standard_normal((1, 3, columns)).astype(np.float32)
     weights = (codes.astype(np.float32) - (0 if counted is None else counted.astype(np.float32))) * scales
-    np.testing.assert_allclose(result(graph, x), x @ weights, rtol=1e-3, atol=1e-3 * np.abs(weights).max())
-
-
-def test_results_differ_only_by_rounding_of_activations() -> None:
-    """Codes have 7 bits, since MatMulInteger saturates with 8 bits on CPUs without VNNI."""
-    random = np.random.default_rng(0)
-    model = integer_linear(random.integers(-64, 64, (96, 30)).astype(np.int8), np.float32(0.01), np.array(3, np.int8))
-    x = random.standard_normal((1, 5, 96)).astype(np.float32)
-    before, graph = EditableGraph(model, Path()), EditableGraph(model, Path())
-    convert_integer_linears(graph)
-    old, new = result(before, x), result(graph, x)
-    assert np.corrcoef(old.ravel(), new.ravel())[0, 1] > 0.999
+    (found,) = evaluate(graph.model(in_place), {"x": x})
+    np.testing.assert_allclose(found, x @ weights, rtol=1e-3, atol=1e-3 * np.abs(weights).max())
 
 
 @pytest.mark.parametrize("change", ["another scale", "another zero point", "codes that are computed"])

@@ -24,6 +24,7 @@ from support.layout_kinds import HEAD_DIM, VOCABULARY, Layout, Weights
 from support.layout_reference import greedy_tokens
 from support.layouts import COMMUNITY, GENAI, OPTIMUM, write_layout
 from support.nightly import some_nightly
+from support.small_graphs import Array
 
 Change = Callable[[ModelProto], None]
 PROMPT = [7, 30, 112, 9, 260, 41]
@@ -53,11 +54,14 @@ def require_same_text(folder: Path, layout: Layout) -> None:
         assert sequence.token_ids[len(PROMPT) :] == greedy_tokens(layout, PROMPT, MAX_TOKENS)
 
 
+def change_head(model: ModelProto, change: Callable[[Array], Array]) -> None:
+    (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
+    head.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(head)), head.name))
+
+
 def pad_head(model: ModelProto) -> None:
     """Add rows to the LM head for tokens that the embedding does not have."""
-    (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
-    wide = np.pad(numpy_helper.to_array(head), ((0, 0), (0, 5000)))
-    head.CopyFrom(numpy_helper.from_array(wide, head.name))
+    change_head(model, lambda head: np.pad(head, ((0, 0), (0, 5000))))
     model.graph.output[0].type.tensor_type.shape.dim[2].dim_value = VOCABULARY + 5000
 
 
@@ -174,15 +178,9 @@ def test_standard_attention_operator_is_upgraded(grouped: bool, boolean_mask: bo
     require_same_text(tmp_path / "upgraded", layout)
 
 
-def zero_head(model: ModelProto) -> None:
-    """Set the weights of the LM head to zero."""
-    (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "lm_head.transposed")
-    head.CopyFrom(numpy_helper.from_array(np.zeros_like(numpy_helper.to_array(head)), head.name))
-
-
 def test_model_with_constant_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="logits correlate by only nan with the source's"):
-        upgraded(changed(tmp_path / "m", OPTIMUM, zero_head), FP32)
+        upgraded(changed(tmp_path / "m", OPTIMUM, lambda model: change_head(model, np.zeros_like)), FP32)
 
 
 def remove_lengths(model: ModelProto) -> None:
