@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from ...models.json_file import shown
@@ -159,13 +160,9 @@ def _check_scalar(value: Any, path: tuple[str | int, ...]) -> None:
 
 def _encodable(text: str) -> bool:
     """Whether a text is valid Unicode: one with half of a surrogate pair has no UTF-8 form."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    with suppress(UnicodeEncodeError):
+        return text.isascii() or bool(text.encode())
+    return False
 
 
 def _bad(path: tuple[str | int, ...], what: str, hint: str) -> RequestError:

@@ -222,7 +222,6 @@ def test_what_was_deleted_long_ago_is_removed_when_the_file_is_opened(path: Path
     with ConversationStore(path, pytest.fail) as store:
         first, second, *_ = store.conversations()
         branch = store.branch(second.leaf or "")
-        store.search("question")
         store.delete(first.id)
         store.delete_message(branch[4].id)
     for days, there in ((29, True), (31, False)):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule, run_state_machine_as_test
 
 from edgerun.edge.conversations.records import MessageState
 from edgerun.edge.conversations.store import ConversationStore
@@ -210,16 +210,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert [each.id for each in self.store.branch(conversation.leaf)] == self.path_to(expected.leaf)
 
 
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=8, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-@pytest.mark.nightly
-class TestStoreLong(StoreMachine.TestCase):
-    """The same for longer."""
-
-    settings = settings(
-        max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 60, marks=pytest.mark.nightly)])
+def test_the_store_does_what_the_model_does(examples: int, steps: int) -> None:
+    options = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    run_state_machine_as_test(
+        StoreMachine, settings=settings(max_examples=examples, stateful_step_count=steps, **options)
     )

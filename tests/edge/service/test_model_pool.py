@@ -450,19 +450,14 @@ def check_unloading_order(models: Path, steps: list[tuple[str, str]], room: int)
         )
 
 
-@settings(max_examples=6)
-@given(STEPS, st.integers(1, 3))
-def test_the_least_recently_used_model_is_unloaded_first(models: Path, steps: list[tuple[str, str]], room: int) -> None:
-    check_unloading_order(models, steps, room)
+@pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.nightly)])
+def test_the_least_recently_used_model_is_unloaded_first(models: Path, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(STEPS, st.integers(1, 3))
+    def check(steps: list[tuple[str, str]], room: int) -> None:
+        check_unloading_order(models, steps, room)
 
-
-@pytest.mark.nightly
-@settings(max_examples=150)
-@given(STEPS, st.integers(1, 3))
-def test_the_least_recently_used_model_is_unloaded_first_in_long(
-    models: Path, steps: list[tuple[str, str]], room: int
-) -> None:
-    check_unloading_order(models, steps, room)
+    check()
 
 
 @pytest.mark.parametrize("seed", some_nightly(range(6), 6))
