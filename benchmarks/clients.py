@@ -1,9 +1,10 @@
 """Throughput of several clients at a time, and of several answers to one prompt.
 
-Compares edge-run with another version of it (`--before`, the interpreter of its environment) and with llama.cpp, whose
-continuous batching is run through its C functions. Every engine runs in its own process, one at a time in turn; ratios
-are medians over rounds. Answers are greedy, without drafts, to different prompts of random tokens; with `--recording`,
-recorded answers are replayed with drafts and without too. Prints a table, then one JSON line.
+Compares edge-run with another version of it (`--before`, the interpreter of its environment), with llama.cpp, whose
+continuous batching is run through its C functions, and with the engine of ONNX Runtime GenAI. Every engine runs in its
+own process, one at a time in turn; ratios are medians over rounds. Answers are greedy, without drafts, to different
+prompts of random tokens; with `--recording`, recorded answers are replayed with drafts and without too. Prints a table,
+then one JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import psutil
 
 from artifacts import bundle
-from peer_models import LlamaTools
+from peer_models import LlamaTools, genai_model
 from processes import Worker
 from shapes import SHAPES
 
@@ -42,7 +43,6 @@ def main() -> None:
         if options.llama_python:
             tools = LlamaTools(options.llama_source, options.llama_python)
             file = options.llama_model or tools.benchmark_model(options.work, shape, "Q4_0")
-            common["capacity"] *= most
             workers.append(
                 Worker(
                     "llama.cpp Q4_0",
@@ -51,9 +51,13 @@ def main() -> None:
                     python=tools.python,
                     environment=tools.environment if options.llama_source else None,
                     clients=most,
-                    **common,
+                    threads=options.threads,
+                    capacity=capacity * most,
                 )
             )
+        if options.genai_python:
+            file = options.genai_model or genai_model(options.work, shape, options.block, options.genai_python)
+            workers.append(Worker("GenAI", "genai", file, python=options.genai_python, clients=most, **common))
         for worker in workers:
             stack.enter_context(worker)
             worker.call("serve", clients=most, prompt=8, tokens=4, seed=1 << 20)
@@ -61,7 +65,7 @@ def main() -> None:
         if options.recording:
             found += [_drafts(workers[0], options, clients) for clients in options.clients]
         if options.answers:
-            found.append(_choices([each for each in workers if "llama" not in each.label], options))
+            found.append(_choices([each for each in workers if each.label in ("edge-run", "before")], options))
     for row in found:
         print(*(f"{name}: {value}" for name, value in row.items()), sep="  ")
     print(json.dumps({"shape": options.shape, "prompt": options.prompt, "tokens": options.tokens, "rows": found}))
@@ -130,6 +134,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--llama-python", metavar="PYTHON", help="interpreter with llama-cpp-python")
     made.add_argument("--llama-source", type=Path, metavar="FOLDER", help="llama.cpp's source, built in build/")
     made.add_argument("--llama-model", type=Path, metavar="FILE", help="a GGUF file of the shape, if it is there")
+    made.add_argument("--genai-python", metavar="PYTHON", help="interpreter with onnxruntime-genai")
+    made.add_argument("--genai-model", type=Path, metavar="FOLDER", help="its model of the shape, if it is there")
     made.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     made.add_argument("--model", type=Path, metavar="FOLDER", help="a bundle of the shape, if it is there")
     return made

@@ -7,18 +7,25 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import onnxruntime_genai as og
 
 from prompts import prompt_tokens
 
 
 class GenaiLoop:
-    """A GenAI model; a generator has a cache of `capacity` slots, and is kept for decoding after the same context."""
+    """A GenAI model; a generator has a cache of `capacity` slots, and is kept for decoding after the same context.
 
-    def __init__(self, model: Path, threads: int, capacity: int) -> None:
+    With `clients`, the model is an engine's, which answers so many requests at a time.
+    """
+
+    def __init__(self, model: Path, threads: int, capacity: int, clients: int = 0) -> None:
         config = og.Config(str(model))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
+        if clients:
+            config.overlay(json.dumps({"engine": {"static_batching": {"max_batch_size": clients}}}))
         self._model = og.Model(config)
+        self._engine = og.Engine(self._model) if clients else None
         self._capacity = capacity
         description = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))
         self.vocab: Final[int] = description["model"]["vocab_size"]
@@ -61,6 +68,34 @@ class GenaiLoop:
         if generator.token_count() != context + tokens + 1:
             raise RuntimeError(f"the answer ended after {generator.token_count() - context} tokens")
         return seconds / tokens
+
+    def serve(self, clients: int, prompt: int, tokens: int, seed: int) -> dict[str, Any]:
+        """Answer the prompts of that many clients at a time in GenAI's engine; see `EdgeRunLoop.serve`."""
+        engine: Any = self._engine
+        started = time.perf_counter()
+        requests = []
+        for client in range(clients):
+            requests.append(engine.create_request())
+            options = og.TurnOptions(requests[-1])
+            options.set_do_sample(False)
+            options.set_max_generated_tokens(tokens)
+            options.set_min_generated_tokens(tokens)
+            ids = np.array(prompt_tokens(prompt, self.vocab, seed + client), np.int32)
+            requests[-1].begin_turn(ids, options)
+        events = engine.create_event_buffer(clients)
+        first_s: dict[int, float] = {}
+        generated = 0
+        while engine.has_pending_requests():
+            for event in engine.run(events):
+                if int(event.flags) & int(og.EngineEventFlags.TOKEN):
+                    generated += 1
+                    first_s.setdefault(requests.index(event.request), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        for request in requests:
+            request.close()
+        if generated != clients * tokens:
+            raise RuntimeError(f"{generated} tokens for {clients} answers of {tokens}")
+        return {"seconds": seconds, "first_s": list(first_s.values())}
 
     def _generator(self) -> Any:
         params = og.GeneratorParams(self._model)
