@@ -114,11 +114,13 @@ def _quota(group: Path) -> float | None:
 
 def allowed_cpus() -> frozenset[int] | None:
     """Numbers of the logical processors that this process may run on; None where the system does not tell (macOS)."""
-    allowed: frozenset[int] | None = None
-    if sys.platform != "darwin":
+    allowed: frozenset[int] = frozenset()
+    if sys.platform == "win32":
         with suppress(OSError, psutil.Error):
-            allowed = frozenset(psutil.Process().cpu_affinity()) or None
-    return allowed
+            allowed = frozenset(psutil.Process().cpu_affinity())
+    elif sys.platform != "darwin":
+        allowed = frozenset(os.sched_getaffinity(0))
+    return allowed or None
 
 
 class Core(NamedTuple):
