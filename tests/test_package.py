@@ -59,9 +59,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = edgerun.engine  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
-def test_every_module_is_imported_on_other_platforms(platform: str) -> None:
-    command = [sys.executable, simulated_platform.__file__, platform]
+def test_every_module_is_imported_on_other_platforms() -> None:
+    command = [sys.executable, simulated_platform.__file__, "darwin", "win32"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

@@ -1,7 +1,8 @@
-"""A program that imports every module of the package as on another platform: `python simulated_platform.py win32`.
+"""A program that imports all modules of the package as on other platforms: `python simulated_platform.py darwin win32`.
 
-Other packages are imported first, as they are on this system; then the names that only POSIX systems have are taken
-away, and the package's modules are imported again with another `sys.platform`. Printed are the modules that fail.
+Other packages are imported first, as they are on this system; then the package's modules are imported again with
+another `sys.platform`, for Windows, which comes last, without the names that only POSIX systems have. Printed are the
+modules that fail.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import socket
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -60,21 +62,22 @@ def pretend(platform: str) -> None:
             vars(module).pop(name, None)
 
 
-def main(platform: str) -> int:
-    """Import everything twice; return 1 if a module of the package failed as on `platform`."""
+def main(platforms: Sequence[str]) -> int:
+    """Import everything here and as on each platform; return 1 if a module of the package failed."""
     names = [name for name in modules() if importable(name)]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "edgerun"]:
-        del sys.modules[name]
-    pretend(platform)
     failed = False
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001  every failure is one to print
-            failed = True
-            print(f"{name}: {type(error).__name__}: {error}")
+    for platform in platforms:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "edgerun"]:
+            del sys.modules[name]
+        pretend(platform)
+        for name in names:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001  every failure is one to print
+                failed = True
+                print(f"{platform}: {name}: {type(error).__name__}: {error}")
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -107,11 +107,12 @@ def named_speculator(name: str, text: list[int]) -> Speculator:
 
 
 @pytest.mark.parametrize("model", [*EVERYDAY, *NIGHTLY], ids="-".join)
-def test_the_output_is_that_of_plain_decoding(model, graph_of) -> None:
+@pytest.mark.parametrize("seeds", some_nightly([range(9), range(9, 18)], 2), ids=str)
+def test_the_output_is_that_of_plain_decoding(model, seeds: range, graph_of) -> None:
     graph, limits = graph_of(*model), DecodeLimits(24, frozenset({EOS}))
     speculators = {name: make() for name, make in DRAFTERS.items()}
     saved, differing = dict.fromkeys(speculators, 0), 0
-    for seed in range(9):
+    for seed in seeds:
         prompt = prompt_of(seed)
         for params in (GREEDY, SAMPLED[seed % 3]):
             expected = plain(graph, prompt, params, limits)

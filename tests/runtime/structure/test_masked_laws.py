@@ -95,7 +95,7 @@ def draws_of(grammar: str, way: str, draws: int, thread: WorkThread | None) -> C
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_sampled_answers_have_the_renormalized_distribution(name: str, way: str) -> None:
-    check_draws(name, way, 600, None)
+    check_draws(name, way, 300, None)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun import TemplateError
@@ -111,6 +111,7 @@ ENDLESS_TEMPLATES = [
         st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
     )
 )
+@settings(max_examples=40)
 def test_tojson_does_not_escape_text(value: object) -> None:
     text = ChatTemplate("{{ messages[0].content | tojson }}").render([{"role": "user", "content": value}])
     assert json.loads(text) == value
