@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Unpack
 
 import numpy as np
@@ -216,9 +215,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _token_ids(self) -> list[int]:
@@ -248,7 +245,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         tokens = arrays["tokens"]
         # Files of earlier versions have no name, and were computed on the CPU.
         about = {"name": "", "plain": 0, "device": CPU_PROVIDER, **json.loads(arrays["about"].tobytes())}
-        about["messages"] = _checked_messages(about["messages"])
+        about["messages"] = checked_messages(about["messages"])
         if not about.keys() >= {"format", "model"}:
             raise KeyError
     except OSError as error:
@@ -329,8 +326,8 @@ def _are_same(
     return all(map(np.array_equal, first, second))
 
 
-def _checked_messages(value: Any) -> list[Message]:
-    """Messages of a saved conversation.
+def checked_messages(value: Any) -> list[Message]:
+    """Messages that a file has, each with a role and a content.
 
     Raises:
         ValueError: `value` is not a list of objects with a role and a content.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from ...errors import InputError
 from ...models.user_text import json_lines, read_text
+from ..conversation import checked_messages
 from ..engine import Engine
 from ..engine_loading import load
+from ..text.chat_template import Message
 from ..text.turn_markers import TokenArray
 from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
 
@@ -105,18 +108,11 @@ def _conversations(engine: Engine, content: str, file: Path, seed: int) -> Itera
             yield engine.encode_chat(messages, add_generation_prompt=unanswered)
 
 
-def _messages(row: dict[str, Any], file: Path, number: int) -> list[dict[str, Any]]:
-    messages = row.get("messages")
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(
-            isinstance(each, dict) and all(isinstance(each.get(field), str) for field in ("role", "content"))
-            for each in messages
-        )
-    ):
-        raise InputError(f"{file}, row {number}: no messages", "give lines with messages, each with role and content")
-    return messages
+def _messages(row: dict[str, Any], file: Path, number: int) -> list[Message]:
+    with suppress(ValueError):
+        if messages := checked_messages(row.get("messages")):
+            return messages
+    raise InputError(f"{file}, row {number}: no messages", "give lines with messages, each with role and content")
 
 
 def _pieces(engine: Engine, content: str, max_text_tokens: int) -> Iterator[list[int]]:

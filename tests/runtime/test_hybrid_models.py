@@ -278,22 +278,6 @@ def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
     }
 
 
-def test_random_rewinds_leave_the_logits_of_one_pass(tmp_path: Path) -> None:
-    graph = GraphSession(write_bundle(tmp_path, "gemma4_text") / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    random = np.random.default_rng(3)
-    tokens = random.integers(0, 300, 60).tolist()
-    bound, once = graph.bind(graph.arena(128)), graph.bind(graph.arena(128))
-    expected = once.forward(tokens).copy()
-    for _ in range(500):
-        arena = bound.arena
-        arena.rewind_to(int(random.integers(0, min(arena.length, 59) + 1)))
-        start = arena.length
-        part = tokens[start : start + int(random.integers(1, 9))]
-        logits = bound.forward(part)
-        arena.commit(len(part))
-        np.testing.assert_allclose(logits, expected[start : start + len(part)], atol=2e-4)
-
-
 def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "gemma4_text")
     assert main(["export", str(source), str(tmp_path / "bundle"), "--weights", "int4"]) == 0

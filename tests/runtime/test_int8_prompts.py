@@ -6,7 +6,9 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,18 +297,8 @@ def test_two_answers_at_a_time_say_what_each_says_alone(bundle: Path) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     with loaded(bundle, prefill="int8", prefix_cache=0) as engine:
         expected = [answer(engine, prompt).text for prompt in prompts]
-    with loaded(bundle, prefill="int8", prefix_cache=0) as engine:
-        found: list[Reply | None] = [None, None]
-
-        def ask(number: int) -> None:
-            found[number] = answer(engine, prompts[number])
-
-        threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    replies = [reply for reply in found if reply is not None]
+    with loaded(bundle, prefill="int8", prefix_cache=0) as engine, ThreadPoolExecutor(2) as threads:
+        replies = list(threads.map(partial(answer, engine), prompts))
     assert [reply.text for reply in replies] == expected
     assert all(reply.stats.prompt_readers == {"int8": 200} for reply in replies)
 

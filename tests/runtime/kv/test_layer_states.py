@@ -299,15 +299,3 @@ def test_what_is_not_known_cannot_be_committed(graph: GraphSession) -> None:
 
 def _fail() -> None:
     raise RuntimeError
-
-
-def test_one_session_runs_over_several_arenas(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
-    bound, arena = new(graph)
-    other = graph.arena(CONTEXT)
-    read(bound, 50)
-    bound.use(other)
-    read(bound, 60)
-    for each in (arena, other, arena):
-        bound.use(each)
-        check_next(bound, expected)
-        each.commit(2)

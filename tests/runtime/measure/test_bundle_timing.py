@@ -22,7 +22,6 @@ from edgerun.runtime.measure.bundle_timing import (
     WARM_UP_PASSES,
     BundleTimer,
     bind_filled,
-    mean_of_fastest,
     packed_graphs,
     read_profile,
     time_in_turns,
@@ -114,11 +113,6 @@ def test_node_times_are_means_over_the_fastest_timed_passes(
             mean = sum(chosen) / len(chosen) * (1 + (loads - 1) / 2000)
             assert by_width[width].nodes == pytest.approx({"node": mean, "twice": 2 * mean})
             assert by_width[width].seconds > 0
-
-
-def test_the_fastest_third_is_averaged() -> None:
-    assert mean_of_fastest([5.0, 1.0, 9.0, 3.0, 7.0, 2.0]) == 1.5
-    assert mean_of_fastest([4.0]) == 4.0
 
 
 def test_the_profile_gives_a_time_for_every_linear_of_every_pass(tmp_path: Path) -> None:
