@@ -143,8 +143,7 @@ class PassCost:
         self._speed = 0.0
         self._common = 0.0
         """Running mean of what passes contribute to the shape."""
-        nothing = _Pass(_Bucket({}), Knot(0.0, 1), 0.0)
-        self._recent = deque([nothing] * _WINDOW, _WINDOW)
+        self._recent: deque[_Pass] = deque(maxlen=_WINDOW)
         self._curves: dict[int, tuple[float, npt.NDArray[np.float64]]] = {}
         """By context bucket: a curve, and the speed that it was made for."""
         self.observed = 0
@@ -229,17 +228,17 @@ class PassCost:
         self._recent.append(seen)
         place = _MIDDLE if self.doubt is None else _QUARTER
         # Without calling a property of each: between two passes, every further piece of code takes its time.
-        speed = sorted([entry.log - entry.knot.log for entry in self._recent])[place]
+        residuals = [entry.log - entry.knot.log for entry in self._recent]
+        speed = sorted(residuals + [0.0] * (_WINDOW - len(residuals)))[place]
         if abs(speed - self._speed) > TOLERANCE:
             self._speed = speed
         self._speed_strays = count_strays(self._speed_strays, speed)
-        self._learn_shape(self._recent[_MIDDLE], speed)
+        if len(self._recent) > _MIDDLE:
+            self._learn_shape(self._recent[-1 - _MIDDLE], speed)
 
     def _learn_shape(self, seen: _Pass, speed: float) -> None:
         """Attribute to a pass's width what the speed of the passes around it does not explain."""
-        if not seen.bucket.knots:  # a placeholder from before the first passes
-            return
-        if seen.knot.first is not None and all(entry.knot is seen.knot for entry in self._recent if entry.bucket.knots):
+        if seen.knot.first is not None and all(entry.knot is seen.knot for entry in self._recent):
             # Passes of one width alone tell the speed. Their noise must not move this width against the others.
             return
         # Disturbances make passes slower only, so their mean lies above the speed, and all estimates would rise while
