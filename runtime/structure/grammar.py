@@ -269,10 +269,9 @@ def grammar_text(response_format: ResponseFormat) -> str:
     if is_gbnf(text):
         try:
             text = gbnf_to_lark(text)
-        except RecursionError as error:
-            raise _refused(response_format, "it is nested too deep") from error
         except Exception as error:
-            raise _refused(response_format, str(error)) from error
+            why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+            raise _refused(response_format, why) from error
     return matcher.grammar_from_lark(text)
 
 

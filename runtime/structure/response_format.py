@@ -97,18 +97,14 @@ class ResponseFormat:
         Raises:
             InputError: the schema is not JSON.
         """
-        parsed: Any = schema
-        text: Any = schema
         try:
-            if isinstance(schema, str):
-                parsed = json.loads(schema)
-            elif isinstance(schema, Mapping | bool):
-                plain = schema if isinstance(schema, bool) else dict(schema)
-                text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+            parsed: Any = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(parsed, Mapping | bool):
+                raise InputError(f"the JSON schema is {shown(parsed)}", "it must be an object")
+            plain = dict(parsed) if isinstance(parsed, Mapping) else parsed
+            text = schema if isinstance(schema, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"the JSON schema is not JSON: {error}", "give a JSON schema") from error
-        if not isinstance(parsed, Mapping | bool):
-            raise InputError(f"the JSON schema is {shown(parsed)}", "it must be an object")
         return cls(FormatKind.JSON_SCHEMA, text, after)
 
     @classmethod

@@ -88,14 +88,6 @@ def mutated(text: str, source: random.Random) -> str:
     return text
 
 
-def mutations(family: str, count: int) -> Iterator[tuple[str, str]]:
-    """Prompts and damaged answers."""
-    source = random.Random(family)
-    for index in range(count):
-        prompt, text = written(family, index % len(ANSWERS))
-        yield prompt, mutated(text, source)
-
-
 def said_in(value: Any) -> Iterator[str | float]:
     """The names, texts and numbers of arguments."""
     if isinstance(value, dict):
@@ -123,12 +115,17 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\(.)", lambda found: named.get(found[1], found[1]), text, flags=re.DOTALL)
 
 
-def check_mutations(family: str, count: int) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_damaged_answers_give_no_invented_calls(family: str, count: int) -> None:
     """No call is of a function that was not offered, or has an argument or a value that the answer does not spell out.
 
     The text is what the answer has, in its order, without what belongs to other parts.
     """
-    for prompt, text in mutations(family, count):
+    source = random.Random(family)
+    for index in range(count):
+        prompt, text = written(family, index % len(ANSWERS))
+        text = mutated(text, source)
         found = read(family, text, prompt, 5)
         for name, values in found.calls:
             assert name in NAMES, text
@@ -137,17 +134,6 @@ def check_mutations(family: str, count: int) -> None:
                 assert is_written(said, text), (said, text)
         rest = iter(text)
         assert all(char in rest for char in "".join(found.text.split())), text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_damaged_answers_give_no_invented_calls(family: str) -> None:
-    check_mutations(family, 60)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_thousands_of_damaged_answers_give_no_invented_calls(family: str) -> None:
-    check_mutations(family, 10_000)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
