@@ -15,6 +15,7 @@ pay is run occasionally all the same, after waits that double, because texts cha
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -110,9 +111,7 @@ class Mixer:
             self._weights[combination] = weights
         # The last input is constant: its weight is the bias of the combination.
         inputs.append(1.0)
-        log_odds = 0.0
-        for weight, value in zip(weights, inputs, strict=True):
-            log_odds += weight * value
+        log_odds = sum(map(operator.mul, weights, inputs))
         # Log-odds beyond 20 are clipped: larger ones would overflow the exponential.
         probability = 1 / (1 + math.exp(-min(max(log_odds, -20.0), 20.0)))
         return Prediction(min(max(probability, _MIN_PROB), _MAX_PROB), evidence, inputs, weights)
@@ -158,11 +157,10 @@ class DraftModelValue:
         gain_without = max(0.0, path_prob * free_prob - price)
         kind = min(int(free_prob * _CLASSES), _CLASSES - 1)
         share = path_prob / (_BINS * self._weight[kind])
-        gain_with = 0.0
-        for index, weight in enumerate(self._after[kind]):
-            value = share * (index + 0.5) * weight - price * weight / self._weight[kind]
-            if value > 0:
-                gain_with += value
+        position = price / self._weight[kind]
+        gain_with = sum(
+            weight * max(share * (index + 0.5) - position, 0.0) for index, weight in enumerate(self._after[kind])
+        )
         gain = gain_with - gain_without
         if at_anchor:
             self.gain, self.cost = gain, cost

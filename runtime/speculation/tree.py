@@ -142,10 +142,8 @@ class Tree:
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`; None if there is none."""
         tokens, parents = self.token_ids, self.parent_nodes
-        for child in range(node + 1, len(tokens)):
-            if tokens[child] == token and parents[child] == node:
-                return child
-        return None
+        children = (child for child in range(node + 1, len(tokens)) if parents[child] == node)
+        return next((child for child in children if tokens[child] == token), None)
 
     def kept(self, nodes: Iterable[int]) -> Tree:
         """The tree of some of the nodes, in the same order; the anchor and their parents must be among them."""

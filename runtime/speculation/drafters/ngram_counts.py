@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -150,12 +150,6 @@ def count_entries(sequences: Iterable[npt.ArrayLike], vocab_size: int, max_entri
     return kept
 
 
-def mixed(hashes: Any, tokens: Any) -> Any:
-    """Hashes of contexts with one more token; uint64 arrays. `NgramTable.find` does the same for one context."""
-    product = (hashes ^ tokens) * np.uint64(HASH_FACTOR)
-    return product ^ (product >> np.uint64(32))
-
-
 def _joined(sequences: Iterable[npt.ArrayLike]) -> npt.NDArray[np.int32]:
     """The sequences with a break after each, after as many breaks as the longest context has tokens."""
     pieces = [np.full(MAX_ORDER, _BREAK, np.int32)]
@@ -183,7 +177,8 @@ def _count_part(token_ids: npt.NDArray[np.int32], positions: Ids, unigrams: Floa
         if len(positions) == 0:
             break
         before = token_ids[positions - order].astype(np.int64)
-        hashes = mixed(hashes, before.astype(np.uint64))
+        hashes = (hashes ^ before.astype(np.uint64)) * np.uint64(HASH_FACTOR)
+        hashes ^= hashes >> np.uint64(32)  # as in `NgramTable.find`
         context_of, context_size, _ = _grouped(context << 24 | before)
         token = token_ids[positions].astype(np.int64)
         gram_of, gram_size, gram = _grouped(context_of << 24 | token)
