@@ -51,7 +51,7 @@ class AlignedSampler(Sampler):
         self._futures.chosen(token, float(self._own[token]))
         return token
 
-    def probabilities(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    def _possible(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """The tokens that may come, and their weighed probabilities."""
         own = self._own
         scores = self._adjusted(logits)
