@@ -33,27 +33,6 @@ class Precision(StrEnum):
     FLOAT16 = "float16"
 
 
-class GraphVariant(Enum):
-    """The kinds of variants: the device that a graph is for, and the precision in which it computes."""
-
-    GPU = (DeviceKind.GPU, Precision.FLOAT32)
-    """Rotation outside the attention operator, and the best tokens among the outputs."""
-    GPU_FP16 = (DeviceKind.GPU, Precision.FLOAT16)
-    """The same with activations, scales and cache in float16."""
-    NPU = (DeviceKind.NPU, Precision.FLOAT16)
-    """Plain operators with static shapes."""
-
-    @property
-    def device(self) -> DeviceKind:
-        """Kind of device that runs it."""
-        return self.value[0]
-
-    @property
-    def precision(self) -> Precision:
-        """Element type of its activations and cache."""
-        return self.value[1]
-
-
 @dataclass(frozen=True)
 class VariantFile:
     """A variant of the model's graph that lies beside it in the bundle."""

@@ -21,13 +21,8 @@ MAX_TEXT_BYTES: Final = 256 << 20
 """Largest text file: prompts, recordings and calibration text."""
 _OPEN_FILES: Final = ("/dev/fd", "/proc/self/fd")
 """Folders in which Unix shows the files that this process has open."""
-_KINDS: Final = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_KINDS: Final = {"d": "a folder", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
+"""Kinds of files by the first character of `stat.filemode`."""
 
 
 class UnsuitableFileError(OSError):
@@ -111,7 +106,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 def _check(status: os.stat_result, path: Path, max_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
+        kind = _KINDS.get(stat.filemode(status.st_mode)[0], "something else")
         raise UnsuitableFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large(status.st_size, path, max_bytes)

@@ -148,8 +148,8 @@ def choose_graph(
 def embedding_name(graph: str) -> str | None:
     """Return the name of the graph with a decoder's embedding, where transformers.js would have one of its own.
 
-    Models that also take images or sound are cut there: `decoder_model_merged_q4.onnx` takes embeddings, those of the
-    text from `embed_tokens_q4.onnx`.
+    Models that also take images or sound are cut there: `decoder_model_merged_q4.onnx` takes embeddings, and
+    `embed_tokens_q4.onnx` makes them of text.
     """
     path = PurePosixPath(graph)
     if not path.name.startswith(_DECODER_PART):

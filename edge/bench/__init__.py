@@ -1,5 +1,5 @@
 """Compares plain and speculative decoding, over prompts or a recording.
 
-`prompt_sets` and `recordings` read conversations, `runner` measures them, `ratios` compares the modes, `bench_result`
-holds the outcome; `table`, `plots` and `report` present it.
+`prompt_sets` reads conversations, `runner` measures them, `ratios` compares the modes, `bench_result` holds the
+outcome; `table` and `plots` present it.
 """

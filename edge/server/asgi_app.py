@@ -44,7 +44,7 @@ _WITH_BODY: Final = ("POST", "PUT", "PATCH")
 
 
 def closing_app(routes: Sequence[BaseRoute], middleware: Sequence[Middleware], close: Callable[[], None]) -> Starlette:
-    """An application whose errors are those of this server; ending its lifespan calls `close`."""
+    """An application that answers errors as this server does; ending its lifespan calls `close`."""
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

@@ -54,7 +54,7 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
         file = folder / f"model_{form.suffix}{'_plain' if plain else ''}.onnx"
         write_atomically(file, model)
         _require_same(bundle, file)
-        precision = form.variant.precision
+        precision = form.precision
         variants.append(VariantFile(DeviceKind.GPU, file.name, precision, providers=(provider,), plain=plain))
     if variants == others:
         raise ExportError(f"no GPU graph can be made of this model: {notes[0]}", "leave --device gpu out")

@@ -38,7 +38,7 @@ def variant_for(bundle: Bundle, config: SessionConfig, *, cache: bool, plain: bo
     form = form_of(provider)
     if bundle.manifest is not None and bundle.graph.name == GRAPH_NAME:
         for variant in bundle.manifest.variants:
-            fits = variant.device is DeviceKind.GPU and variant.precision is form.variant.precision
+            fits = variant.device is DeviceKind.GPU and variant.precision is form.precision
             if fits and variant.plain is plain and (not variant.providers or provider in variant.providers):
                 return bundle.graph.parent / variant.file
     if cache and bundle.graph.stat().st_size <= _MAX_CACHED_BYTES:

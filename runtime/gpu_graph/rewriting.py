@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...models.graph_variant import GraphVariant, Precision
+from ...models.graph_variant import Precision
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node, shape_of, value_info
 from ..graph.attention_edits import BIAS, input_at, rotate_outside, serve_plain_passes, window_of
@@ -62,7 +62,7 @@ def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
     expand_matrices(editor, form.matmul_bits)
     if not form.onnx_gelu:
         _use_contrib_gelu(editor)
-    if form.variant.precision is Precision.FLOAT16:
+    if form.precision is Precision.FLOAT16:
         use_half_precision(editor, cache)
     _return_best_tokens(editor)
     editor.drop_unused(keep_inputs=not plain)
@@ -156,7 +156,7 @@ def operators_outside(editor: GraphEditor, provider: str) -> list[str]:
 class GpuForm:
     """A form of the GPU graph. In all of them, weights, inputs and outputs follow docs/graph-contract.md."""
 
-    variant: GraphVariant
+    precision: Precision
     """Precision of activations, scales and cache."""
     suffix: str
     """What distinguishes its file in a bundle: `model_{suffix}.onnx`."""
@@ -172,17 +172,17 @@ class GpuForm:
     """Provider whose table of operators and types (`operator_table`) a graph has to keep to; empty for none."""
 
 
-WEBGPU: Final = GpuForm(GraphVariant.GPU, "gpu")
+WEBGPU: Final = GpuForm(Precision.FLOAT32, "gpu")
 """Also for providers that are not listed. Float16 is left to a later version: not every adapter has it."""
 CUDA: Final = GpuForm(
     # GroupQueryAttention has kernels for float16 and bfloat16 only, and fast ones only without a bias.
-    GraphVariant.GPU_FP16,
+    Precision.FLOAT16,
     "gpu_fp16",
     matmul_bits=frozenset({4, 8}),
     has_plain_form=True,
 )
 DIRECTML: Final = GpuForm(
-    GraphVariant.GPU_FP16,
+    Precision.FLOAT16,
     "gpu_dml",
     matmul_bits=frozenset({4}),
     gathers_blocks=False,

@@ -276,7 +276,8 @@ def test_a_plain_install_shows_the_options_and_which_extra_is_missing(
         command = [sys.executable, "-c", hide, *given]
         return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
-    assert "Example" in done(arguments[0], "--help").stdout
+    if missing == "onnx":  # its options are those of a record of the exporter
+        assert "--budget" in done(arguments[0], "--help").stdout
     refused = done(*arguments)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert refused.stderr.endswith(f"{message}\n")
