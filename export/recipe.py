@@ -344,11 +344,8 @@ class ExportRecipe:
             InputError: the recipe has one of them.
         """
         for weight_format in filter(None, (self.body, self.head_format)):
-            asked = {
-                "--zero-points": weight_format.zero_points,
-                "--half-scales": weight_format.half_scales,
-            }
-            for name in (name for name, has in asked.items() if has):
+            if weight_format.zero_points or weight_format.half_scales:
+                name = "--zero-points" if weight_format.zero_points else "--half-scales"
                 raise InputError(f"{name} is not supported for a {source}", f"leave {name} out")
 
     def context_for(self, config: DecoderConfig) -> int:

@@ -183,7 +183,16 @@ def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
     """
     kinds = optional_list(config, "layer_types", layers) or [_MAMBA[0]] * layers
     mamba_layers = layers_of_kind(kinds, _MAMBA, _ATTENTION_OF_MAMBA)
-    _refuse_unsupported(config)
+    limit = config.get("time_step_limit")
+    if limit is not None and limit not in [[0, bound] for bound in _INFINITE]:
+        raise CheckpointError(
+            f"config.json: time_step_limit {shown(limit)} is not supported", "supported are steps without limits"
+        )
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(
+            f"config.json: hidden_act {shown(config['hidden_act'])} is not supported",
+            "the convolutions of Mamba-2 layers have silu",
+        )
     heads = count(config, "mamba_n_heads", default=128, maximum=MAX_HEADS)
     groups = count(config, "mamba_n_groups", default=1, maximum=MAX_HEADS)
     if heads % groups:
@@ -206,19 +215,6 @@ def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
         bool(config.get("mamba_conv_bias", True)),
         bool(config.get("mamba_proj_bias", False)),
     )
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    limit = config.get("time_step_limit")
-    if limit is not None and limit not in [[0, bound] for bound in _INFINITE]:
-        raise CheckpointError(
-            f"config.json: time_step_limit {shown(limit)} is not supported", "supported are steps without limits"
-        )
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(
-            f"config.json: hidden_act {shown(config['hidden_act'])} is not supported",
-            "the convolutions of Mamba-2 layers have silu",
-        )
 
 
 StateLayers = ConvolutionConfig | RecurrentConfig

@@ -41,10 +41,8 @@ def read_all(path: Path) -> None:
             model.require(name, shape)
         require_tokenizer(model.folder, config.vocab_size)
         for name, shape in expected_tensors(config):
-            if len(shape) == 2:
-                model.quantized(RowRange(name, 0, shape[0]), model.stored_format(name)) if model.stored_format(
-                    name
-                ).block else None
+            if len(shape) == 2 and (stored := model.stored_format(name)).block:
+                model.quantized(RowRange(name, 0, shape[0]), stored)
             model.read(name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import gguf
@@ -13,6 +12,7 @@ from gguf import GGMLQuantizationType
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
@@ -88,7 +88,7 @@ def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides, scaling)
 @pytest.mark.parametrize("kind", EXACT)
 def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json(source / "config.json")
     weight_format = EXACT[kind]
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, kind)) as model:
         for name in ("model.embed_tokens", "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
@@ -112,7 +112,7 @@ def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
 def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> None:
     """Float32 exports equal those of a checkpoint with the decoded weights; the nearest format stays close to them."""
     source = write_checkpoint(tmp_path / "checkpoint", **WHOLE_BLOCKS)
-    config, number = json.loads((source / "config.json").read_text(encoding="utf-8")), GGMLQuantizationType[kind]
+    config, number = read_json(source / "config.json"), GGMLQuantizationType[kind]
     tensors = {name: Checkpoint(source).read(name) for name in Checkpoint(source)._tensors}
     matrices = [name for name, value in tensors.items() if value.ndim == 2]
     raw = {}
@@ -265,7 +265,7 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, numbers) -> Non
     divisors = llama3_divisors(500000.0, 64, scaling)
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
     with open_gguf(file) as model:
-        found = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))["rope_scaling"]
+        found = read_json(model.folder / "config.json")["rope_scaling"]
     read, _ = Llama3(*(found[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
     expected, _ = Llama3(*(scaling[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
     if numbers["original_max_position_embeddings"] == 8192:
@@ -300,19 +300,15 @@ def test_unsupported_rope_scalings_are_refused(tmp_path, divisors, also, message
 def test_settings_equal_those_of_the_checkpoint(tmp_path) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", rms_norm_eps=1e-5)
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, "Q8_0")) as model:
-        settings = json.loads((model.folder / "config.json").read_text(encoding="utf-8"))
-        generation = json.loads((model.folder / "generation_config.json").read_text(encoding="utf-8"))
-        tokenizer = json.loads((model.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        names = ("config", "generation_config", "tokenizer_config")
+        settings, generation, tokenizer = (read_json(model.folder / f"{name}.json") for name in names)
         template = (model.folder / "chat_template.jinja").read_text(encoding="utf-8")
-    expected = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    expected, original = (read_json(source / f"{name}.json") for name in ("config", "tokenizer_config"))
     shared = {name for name, value in expected.items() if value is not None}
     assert {name: settings[name] for name in shared} == {name: expected[name] for name in shared}
     assert generation == {"eos_token_id": 0, "pad_token_id": 0}
-    original = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert template == original["chat_template"]
-    assert {name: tokenizer[name] for name in ("eos_token", "pad_token", "unk_token")} == {
-        name: original[name] for name in ("eos_token", "pad_token", "unk_token")
-    }
+    assert all(tokenizer[name] == original[name] for name in ("eos_token", "pad_token", "unk_token"))
     assert tokenizer["add_bos_token"] is False
 
 

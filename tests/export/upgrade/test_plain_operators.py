@@ -56,9 +56,12 @@ def inverse_root(nodes: Nodes, value: str, square: str) -> str:
     return nodes.op("Sqrt", nodes.op("Add", mean, nodes.constant(1e-3, np.float32)))
 
 
+def root_of(nodes: Nodes, value: str) -> str:
+    return inverse_root(nodes, value, nodes.op("Mul", value, value))
+
+
 def by_reciprocal(nodes: Nodes, value: str) -> str:
-    root = inverse_root(nodes, value, nodes.op("Mul", value, value))
-    scaled = nodes.op("Mul", nodes.op("Reciprocal", root), value)
+    scaled = nodes.op("Mul", nodes.op("Reciprocal", root_of(nodes, value)), value)
     return nodes.op("Mul", scaled, nodes.constant(WEIGHT, np.float32))
 
 
@@ -95,14 +98,8 @@ def test_fused_norm_returns_the_sum_if_it_is_read() -> None:
     "build",
     [
         lambda nodes, value: nodes.op("Div", value, inverse_root(nodes, value, nodes.op("Abs", value))),
-        lambda nodes, value: nodes.op(
-            "Div", nodes.op("Neg", value), inverse_root(nodes, value, nodes.op("Mul", value, value))
-        ),
-        lambda nodes, value: nodes.op(
-            "Mul",
-            value,
-            nodes.op("Div", nodes.constant(2, np.float32), inverse_root(nodes, value, nodes.op("Mul", value, value))),
-        ),
+        lambda nodes, value: nodes.op("Div", nodes.op("Neg", value), root_of(nodes, value)),
+        lambda nodes, value: nodes.op("Mul", value, nodes.op("Div", number(nodes, 2), root_of(nodes, value))),
     ],
     ids=["mean of magnitudes", "another numerator", "twice the reciprocal"],
 )
