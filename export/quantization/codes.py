@@ -80,12 +80,15 @@ def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[
     Returns:
         Scales, float32 [...]; and zero points, integers in float32 [...], or None where the format has none.
     """
+    highest, lowest = grouped.max(axis=-1), grouped.min(axis=-1)
     if weight_format.zero_points:
         inverse = np.float32(1 / ((1 << weight_format.bits) - 1))
-        scales = np.maximum(grouped.max(axis=-1), 0) * inverse - np.minimum(grouped.min(axis=-1), 0) * inverse
+        scales = np.maximum(highest, 0) * inverse - np.minimum(lowest, 0) * inverse
         scales[scales < _NEGLIGIBLE] = 0
     else:
-        scales = extremes(grouped) * np.float32(-1 / (1 << (weight_format.bits - 1)))
+        extremes = np.where(highest > -lowest, highest, lowest)
+        extremes[np.abs(extremes) < _NEGLIGIBLE] = 0
+        scales = extremes * np.float32(-1 / (1 << (weight_format.bits - 1)))
     if weight_format.half_scales:
         scales = half_precision(scales)
     return scales, centered_zeros(grouped, scales, weight_format.bits) if weight_format.zero_points else None
@@ -129,14 +132,6 @@ def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Arra
         weights = np.pad(weights, ((0, 0), (0, blocks * weight_format.block - columns)))
     # NumPy's sums depend on the memory order in their last bits, and codes must not depend on it.
     return np.ascontiguousarray(weights).reshape(rows, blocks, weight_format.block)
-
-
-def extremes(grouped: Float32Array) -> Float32Array:
-    """The signed number of largest magnitude on the last axis; 0 where negligible."""
-    highest, lowest = grouped.max(axis=-1), grouped.min(axis=-1)
-    extreme: Float32Array = np.where(highest > -lowest, highest, lowest)
-    extreme[np.abs(extreme) < _NEGLIGIBLE] = 0
-    return extreme
 
 
 def nearest_codes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -21,7 +22,7 @@ from ..allocation.linear_times import LinearTimes
 from ..allocation.plan_costs import bytes_read, plan_cost, weight_count
 from ..calibration.divergence import Divergence
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear, QuantPlan
+from ..checkpoint.layer_weights import QuantPlan
 
 SIZE_TOLERANCE: Final = 0.03
 """Plans whose bytes differ by less than this share count as equally large."""
@@ -216,49 +217,28 @@ def linear_figures(
         sensitivities: Sensitivities of linears, by their names; None where they were not measured.
         times: Times of passes on this machine; None where they were not measured.
     """
-    return [
-        LinearFigures(
-            name=linear.name,
-            rows=linear.shape[0],
-            columns=linear.columns,
-            weight_format=plan[linear.name],
-            bytes_read=bytes_read(linear, plan[linear.name]),
-            kl_alone=_kl_alone(plan[linear.name], (sensitivities or {}).get(linear.name, ())),
-            milliseconds=None if times is None else _milliseconds(times, linear, plan[linear.name]),
-        )
-        for linear in planned_linears(config)
-    ]
+    found = []
+    for linear in planned_linears(config):
+        weight_format, milliseconds = plan[linear.name], None
+        # Formats compare equal whatever their method.
+        wanted, measured = (weight_format, weight_format.method), (sensitivities or {}).get(linear.name, ())
+        known = (each.divergence for each in measured if (each.weight_format, each.weight_format.method) == wanted)
+        if times is not None:
+            with suppress(KeyError):  # a format that was not timed
+                milliseconds = times.linear(linear, weight_format, 1)
+        size = bytes_read(linear, weight_format)
+        shape = linear.shape[0], linear.columns
+        found.append(LinearFigures(linear.name, *shape, weight_format, size, next(known, None), milliseconds))
+    return found
 
 
 def plan_figures(
     config: DecoderConfig, plan: QuantPlan, name: str, kind: PlanKind, kl: float, times: LinearTimes | None = None
 ) -> PlanFigures:
     """Figures of a plan; arguments as for `linear_figures`."""
-    try:
-        milliseconds = {} if times is None else {width: plan_cost(plan, times.costs(width), config) for width in WIDTHS}
-    except KeyError:  # a format was not timed
-        milliseconds = {}
+    milliseconds: dict[int, float] = {}
+    if times is not None:
+        with suppress(KeyError):  # a format that was not timed
+            milliseconds = {width: plan_cost(plan, times.costs(width), config) for width in WIDTHS}
     size = sum(bytes_read(linear, plan[linear.name]) for linear in planned_linears(config))
-    return PlanFigures(
-        name=name,
-        kind=kind,
-        bytes_read=size,
-        bits_per_weight=8 * size / weight_count(config),
-        kl=kl,
-        milliseconds=milliseconds,
-    )
-
-
-def _kl_alone(weight_format: WeightFormat, sensitivities: Sequence[Sensitivity]) -> float | None:
-    """KL of a linear alone in a format and by its method; None where it was not measured."""
-    wanted = weight_format, weight_format.method
-    known = (each.divergence for each in sensitivities if (each.weight_format, each.weight_format.method) == wanted)
-    return next(known, None)
-
-
-def _milliseconds(times: LinearTimes, linear: FusedLinear, weight_format: WeightFormat) -> float | None:
-    """Time of a linear in a pass over one token; None in a format that was not timed."""
-    try:
-        return times.linear(linear, weight_format, 1)
-    except KeyError:
-        return None
+    return PlanFigures(name, kind, size, 8 * size / weight_count(config), kl, milliseconds)

@@ -25,7 +25,7 @@ from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind, feature_layers
 from edgerun.models.manifest import MANIFEST_NAME
 from edgerun.models.pairing import find_draft
-from support.tiny_heads import eagle_config, eagle_weights, write_eagle_head
+from support.tiny_heads import eagle_config, eagle_weights, write_eagle_head, write_medusa_heads
 from support.tiny_models import exported, tiny_config, write_checkpoint, write_json, write_weights
 
 TARGET = {"num_hidden_layers": 6}
@@ -161,18 +161,26 @@ def test_quantized_heads_pass_their_check(checkpoint: Path, tmp_path: Path, weig
     np.testing.assert_array_equal(pair.target_ids, np.arange(200) + offsets)
 
 
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("reference_head", "the exported draft head differs from the reference by"),
+        ("reference_medusa", "the exported Medusa heads differ from the reference"),
+    ],
+)
 def test_a_graph_that_computes_something_else_fails_the_export(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, message: str
 ) -> None:
-    right = draft_head.reference_head
+    right, medusa = getattr(draft_head, reference), reference == "reference_medusa"
 
-    def shifted(*args: Any) -> HeadOutputs:
-        logits, states = right(*args)
-        return HeadOutputs(logits, states + 0.01)
+    def shifted(*args: Any) -> Any:
+        found = right(*args)
+        return found[:, ::-1] if medusa else found._replace(states=found.states + 0.01)
 
-    monkeypatch.setattr(draft_head, "reference_head", shifted)
-    head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
-    with pytest.raises(ExportError, match="the exported draft head differs from the reference by"):
+    monkeypatch.setattr(draft_head, reference, shifted)
+    folder = tmp_path / "head"
+    head = write_medusa_heads(folder) if medusa else write_eagle_head(folder, tiny_config(**TARGET))
+    with pytest.raises(ExportError, match=message):
         export(checkpoint, head, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
