@@ -68,27 +68,22 @@ def embed_texts(
     prompts = [
         model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else list(text) for text in texts
     ]
+    most = model.graph_io.input_vocab
     for index, token_ids in enumerate(prompts):
-        _check_fits(model, index, token_ids)
+        if not token_ids:
+            raise InputError(f"text {index} is empty", "give at least one character")
+        if (tokens := len(token_ids)) > model.context:
+            raise ContextError(
+                f"text {index} has {tokens} tokens and the model's context is {model.context}", "split it"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= most:
+            raise InputError(f"text {index} has a token id that the model does not", f"they are 0 to {most - 1}")
     embeddings = np.empty((len(prompts), size), np.float32)
     if prompts:
         bound = model.new_sequence(hidden_states=True).bound
         for row, token_ids in zip(embeddings, prompts, strict=True):
             row[:] = _normalized(_pooled(bound, token_ids, turn, cancelled, mean=mean))
     return embeddings
-
-
-def _check_fits(model: LoadedModel, index: int, token_ids: Sequence[int]) -> None:
-    """Check the token ids of the text with this index; errors as for `Engine.embed`."""
-    if not token_ids:
-        raise InputError(f"text {index} is empty", "give at least one character")
-    if len(token_ids) > model.context:
-        raise ContextError(
-            f"text {index} has {len(token_ids)} tokens and the model's context is {model.context}", "split it"
-        )
-    most = model.graph_io.input_vocab
-    if min(token_ids) < 0 or max(token_ids) >= most:
-        raise InputError(f"text {index} has a token id that the model does not", f"they are 0 to {most - 1}")
 
 
 def _pooled(

@@ -129,21 +129,6 @@ def test_int4_exports_decode(tmp_path: Path, family: str, overrides: Mapping[str
     assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.7
 
 
-def test_a_session_without_its_states_is_refused(bundle: Path, tmp_path: Path) -> None:
-    path = tmp_path / "s.kv"
-    with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine, engine.session() as chat:
-        chat.send("in the", max_tokens=4)
-        chat.save(path)
-    saved = np.load(path)
-    np.savez(tmp_path / "damaged.npz", **{name: saved[name] for name in saved.files if name != "rows.3"})
-    with (
-        edgerun.load(bundle, device="cpu") as engine,
-        pytest.raises(InputError, match="damaged"),
-        engine.session(resume=tmp_path / "damaged.npz"),
-    ):
-        pass
-
-
 GENAI = (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai")
 DRAFT = (ExportRecipe(INT4, draft_layers="auto"), "--draft")
 HYBRID_REFUSALS = (DRAFT, GENAI, (ExportRecipe(INT4, device="gpu"), "--device gpu"))

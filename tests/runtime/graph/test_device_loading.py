@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from edgerun.models.graph_variant import DeviceKind
-from edgerun.runtime.devices.providers import Device, cpu_device
-from edgerun.runtime.graph.device_loading import Assignments, load_on_device
-from edgerun.runtime.graph.ort import session_options
+from edgerun.runtime.devices.providers import Device
+from edgerun.runtime.graph.device_loading import Assignments
 from support.devices import (
     require_gpu,
     require_qnn,
@@ -117,13 +116,6 @@ def ask():
 tell(ask)
 """)
     assert said == ("refused" if is_read else "WebGpuExecutionProvider")
-
-
-def test_nothing_is_recorded_on_the_cpu(tiny_bundle: Path) -> None:
-    graph = tiny_bundle / "model.onnx"
-    session, assignments = load_on_device(str(graph), session_options(), cpu_device(), graph)
-    assert session.get_providers() == ["CPUExecutionProvider"]
-    assert assignments == Assignments()
 
 
 @pytest.mark.parametrize(

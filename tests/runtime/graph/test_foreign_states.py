@@ -28,8 +28,6 @@ from edgerun.runtime.graph import session
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.kv.arena import InPlaceArena
-from edgerun.runtime.kv.growing import GrowingArena
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layout_kinds import CONTEXT, VOCABULARY, Weights
 from support.layout_reference import Decoder, layout_weights
@@ -121,13 +119,6 @@ def test_any_order_of_passes_and_rewinds_gives_the_reference_logits(
         np.testing.assert_allclose(last, logits_after(name, [*text, 7])[-1], atol=TOLERANCE)
 
     check()
-
-
-def test_the_arena_fits_the_cache(graph_of: Callable[[str], GraphSession]) -> None:
-    for name, kind in (("genai-qwen3.5", InPlaceArena), ("community-qwen3.5", GrowingArena)):
-        arena = graph_of(name).arena(CONTEXT)
-        assert isinstance(arena, kind)
-        assert arena.nbytes > sum(each.nbytes for each in arena.states.types)
 
 
 def test_a_failed_pass_over_a_growing_cache_can_be_repeated(

@@ -239,11 +239,6 @@ NO_LOGITS = "has no output for logits of 2 or 3 dimensions; beside its cache it 
             "takes attention_mask as tensor(string) of 2 dimensions, which is not supported",
         ),
         (
-            changed(INPUTS, "attention_mask", shape=(1, 4096)),
-            OUTPUTS,
-            f"takes exactly 4096 tokens per pass (attention_mask), as models for an NPU do; {FOR_CPU}",
-        ),
-        (
             INPUTS,
             added(without(OUTPUTS, "logits"), value("hidden", (*NEW, 64)), value("scores", (*NEW, 300))),
             f"{NO_LOGITS} hidden, scores; {OURS}",
