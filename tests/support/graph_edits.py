@@ -6,7 +6,8 @@ is False) may change the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import onnx
@@ -267,3 +268,26 @@ def graph_edits() -> st.SearchStrategy[GraphEdit]:
         st.builds(GraphEdit, st.just(change), st.tuples(*arguments), st.just(harmless))
         for change, *arguments, harmless in edits
     )
+
+
+def edit_graphs(folder: Path, edits: Iterable[GraphEdit]) -> None:
+    """Edit every graph of a model."""
+    for path in folder.rglob("*.onnx"):
+        model = onnx.load(path, load_external_data=False)
+        for edit in edits:
+            edit.apply(model)
+        path.write_bytes(model.SerializeToString())
+
+
+BYTE_CHANGES: Final = st.lists(
+    st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8
+)
+
+
+def change_bytes(folder: Path, changes: Iterable[tuple[float, int]]) -> None:
+    """Replace bytes of the graph, each given by its relative position and new value; weights may be among them."""
+    path = next(folder.rglob("*.onnx"))
+    data = bytearray(path.read_bytes())
+    for position, value in changes:
+        data[int(position * len(data))] = value
+    path.write_bytes(data)

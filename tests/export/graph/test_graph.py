@@ -48,13 +48,6 @@ def session(bundle: Path) -> ContractSession:
     return ContractSession(bundle, 64)
 
 
-def test_single_steps_equal_one_pass(session: ContractSession) -> None:
-    whole = session.forward(TOKENS, all_positions(TOKENS))
-    session.length = 0
-    stepped = [session.forward(TOKENS[i : i + 1], np.array([0]))[0] for i in range(len(TOKENS))]
-    np.testing.assert_allclose(stepped, whole, atol=1e-4)
-
-
 @pytest.mark.parametrize("rows", [[11], [0], [2, 5, 11], [7, 7, 1]], ids=str)
 def test_logit_rows_only_select_logits(session: ContractSession, rows: list[int]) -> None:
     whole = session.forward(TOKENS, all_positions(TOKENS))
@@ -63,15 +56,6 @@ def test_logit_rows_only_select_logits(session: ContractSession, rows: list[int]
     np.testing.assert_allclose(session.forward(TOKENS, np.array(rows)), whole[rows], atol=1e-5)
     # All tokens are cached, whether or not their logits were requested.
     np.testing.assert_allclose(session.forward(TOKENS[:2], np.array([1])), following, atol=1e-5)
-
-
-def test_rewinding_needs_only_a_shorter_length(session: ContractSession) -> None:
-    session.forward(TOKENS[:6], np.array([5]))
-    expected = session.forward(TOKENS[6:9], all_positions(TOKENS[6:9]))
-    session.length = 6
-    session.forward(TOKENS[::-1].copy(), np.array([0]))
-    session.length = 6
-    np.testing.assert_array_equal(session.forward(TOKENS[6:9], all_positions(TOKENS[6:9])), expected)
 
 
 def test_a_tree_and_its_compaction_equal_decoding_its_paths(session: ContractSession) -> None:

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from edgerun.errors import EdgeError
 from edgerun.export import FP32, ExportRecipe, upgrade_model
 from support.folder_edits import FileEdit, file_edits
-from support.graph_edits import GraphEdit, graph_edits
+from support.graph_edits import BYTE_CHANGES, change_bytes, edit_graphs, graph_edits
 from support.layouts import LAYOUTS, write_layout
 
 BASES = ("optimum-external-many", "optimum-merged", "renamed-genai", "genai-float16", "community", "genai-window-cache")
@@ -29,32 +28,15 @@ def original(name: str) -> Path:
     return write_layout(Path(tempfile.mkdtemp(prefix="layout")), LAYOUTS[name])
 
 
-def edit_graphs(folder: Path, edits: list[GraphEdit]) -> None:
-    for path in folder.rglob("*.onnx"):
-        model = onnx.load(path, load_external_data=False)
-        for edit in edits:
-            edit.apply(model)
-        path.write_bytes(model.SerializeToString())
-
-
 def edit_files(folder: Path, edits: list[FileEdit]) -> None:
     for edit in edits:
         edit.apply(folder)
 
 
-def damage_bytes(folder: Path, flips: list[tuple[float, int]]) -> None:
-    """Replace bytes of the graph, each given by its relative position and new value."""
-    path = next(folder.rglob("*.onnx"))
-    data = bytearray(path.read_bytes())
-    for part, value in flips:
-        data[int(part * len(data))] = value
-    path.write_bytes(data)
-
-
 DAMAGE = (
     (edit_graphs, st.lists(graph_edits(), min_size=1, max_size=3)),
     (edit_files, st.lists(file_edits(), min_size=1, max_size=3)),
-    (damage_bytes, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8)),
+    (change_bytes, BYTE_CHANGES),
 )
 
 

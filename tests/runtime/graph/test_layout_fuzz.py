@@ -24,7 +24,7 @@ from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager
 from support.folder_edits import FileEdit, file_edits
-from support.graph_edits import GraphEdit, exchange, graph_edits
+from support.graph_edits import BYTE_CHANGES, GraphEdit, change_bytes, edit_graphs, exchange, graph_edits
 from support.layout_kinds import (
     Attention,
     Cache,
@@ -208,11 +208,7 @@ def check_any_layout(layout: Layout) -> None:
 
 def check_edited_graph(name: str, edits: list[GraphEdit]) -> None:
     with copied(name) as folder:
-        for path in folder.rglob("*.onnx"):
-            model = onnx.load(path, load_external_data=False)
-            for edit in edits:
-                edit.apply(model)
-            path.write_bytes(model.SerializeToString())
+        edit_graphs(folder, edits)
         check(folder, name, same=all(edit.harmless for edit in edits))
 
 
@@ -224,13 +220,9 @@ def check_edited_files(name: str, edits: list[FileEdit]) -> None:
 
 
 def check_damaged_graph(name: str, changes: list[tuple[float, int]]) -> None:
-    """Change bytes of the graph's file; weights may be among them, so that the tokens may differ."""
+    """Change bytes of the graph's file, so that the tokens may differ."""
     with copied(name) as folder:
-        path = next(folder.rglob("*.onnx"))
-        data = bytearray(path.read_bytes())
-        for position, value in changes:
-            data[int(position * len(data))] = value
-        path.write_bytes(data)
+        change_bytes(folder, changes)
         check(folder, name, same=False)
 
 
@@ -238,10 +230,7 @@ names = st.sampled_from(BASES + MORE_BASES)
 any_layout = given(layout=layouts())
 edited_graph = given(name=names, edits=st.lists(graph_edits(), min_size=1, max_size=3))
 edited_files = given(name=names, edits=st.lists(file_edits(), min_size=1, max_size=3))
-damaged_graph = given(
-    name=st.sampled_from(BASES),
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8),
-)
+damaged_graph = given(name=st.sampled_from(BASES), changes=BYTE_CHANGES)
 
 test_any_layout_gives_the_reference_tokens = everyday(any_layout(check_any_layout))
 test_an_edited_graph_gives_the_same_tokens_or_is_rejected = everyday(edited_graph(check_edited_graph))
