@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,21 +57,23 @@ def test_stop_sequences_end_the_answer_at_any_position(engine: Engine) -> None:
         assert reply.finish_reason is FinishReason.STOP
 
 
-def test_unknown_options_and_bad_values_are_refused(engine: Engine) -> None:
-    with pytest.raises(InputError, match="unknown option 'temprature'; options are: .*max_tokens, min_p"):
-        engine.generate("a", temprature=1)
-    with pytest.raises(InputError, match="max_tokens is 0; it must be 1 or more"):
-        engine.generate("a", max_tokens=0)
-    with pytest.raises(InputError, match="top-p is 2; it must be above 0 and at most 1"):
-        engine.generate("a", top_p=2)
-    with pytest.raises(InputError, match="stop is ''; it must be a non-empty string, or several"):
-        engine.generate("a", stop="")
-    with pytest.raises(InputError, match="the prompt is empty"):
-        engine.generate("", raw=True)
-    with pytest.raises(InputError, match="a raw prompt has no system message"):
-        engine.generate("a", raw=True, system="b")
-    with pytest.raises(InputError, match="the text is not valid Unicode"):
-        engine.generate("\ud800", raw=True)
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("a", {"temprature": 1}, "unknown option 'temprature'; options are: .*max_tokens, min_p"),
+        ("a", {"max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
+        ("a", {"top_p": 2}, "top-p is 2; it must be above 0 and at most 1"),
+        ("a", {"stop": ""}, "stop is ''; it must be a non-empty string, or several"),
+        ("", {"raw": True}, "the prompt is empty"),
+        ("a", {"raw": True, "system": "b"}, "a raw prompt has no system message"),
+        ("\ud800", {"raw": True}, "the text is not valid Unicode"),
+    ],
+)
+def test_unknown_options_and_bad_values_are_refused(
+    engine: Engine, prompt: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.generate(prompt, **options)
 
 
 def test_a_prompt_longer_than_the_context_is_refused_before_the_first_pass(engine: Engine) -> None:

@@ -71,21 +71,18 @@ def test_a_path_that_is_not_utf8_is_refused(editable_bundle: Path, tmp_path: Pat
 
 
 def test_errors_name_missing_files(tiny_bundle: Path, editable_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="does not exist; give an .onnx file or a model folder"):
-        edgerun.load(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BundleError, match=r"holds no \.onnx file; give an .onnx file or a model folder"):
-        edgerun.load(tmp_path / "empty")
-    with pytest.raises(BundleError, match="it looks like a checkpoint: run edge-run export"):
-        edgerun.load(tiny_bundle.parent / "checkpoint")
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
-    with pytest.raises(BundleError, match="is not an .onnx file"):
-        edgerun.load(tmp_path / "notes.txt")
     (editable_bundle / "tokenizer.json").unlink()
-    with pytest.raises(
-        BundleError, match=r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"
+    for path, message in (
+        (tmp_path / "nothing", "does not exist; give an .onnx file or a model folder"),
+        (tmp_path / "empty", r"holds no \.onnx file; give an .onnx file or a model folder"),
+        (tiny_bundle.parent / "checkpoint", "it looks like a checkpoint: run edge-run export"),
+        (tmp_path / "notes.txt", "is not an .onnx file"),
+        (editable_bundle, r"holds no tokenizer\.json; put the model's tokenizer\.json beside the graph"),
     ):
-        edgerun.load(editable_bundle)
+        with pytest.raises(BundleError, match=message):
+            edgerun.load(path)
 
 
 def test_a_model_with_a_refused_chat_template_continues_plain_text(editable_bundle: Path) -> None:

@@ -219,18 +219,15 @@ def test_what_cannot_be_shortened_is_refused(tiny_bundle: Path) -> None:
     question = [{"role": "user", "content": "and the other " * 30}]
     system = [{"role": "system", "content": "and the other " * 15}, {"role": "user", "content": "in the " * 20}]
     with loaded(tiny_bundle) as engine:
-        for messages, overflow, message in (
-            (question, "trim", "the last message does not fit the context"),
-            (system, "window", "of which a window takes half"),
+        for messages, options, message in (
+            (question, {"overflow": "trim"}, "the last message does not fit the context"),
+            (system, {"overflow": "window"}, "of which a window takes half"),
+            ("the", {"overflow": "trim", "raw": True}, "a raw prompt has no turns to trim"),
+            ("the", {"overflow": "window", "exact": True}, "exact answers have no window"),
+            ("the", {"overflow": "cut"}, "overflow is 'cut'; it must be error, trim, window"),
         ):
-            with pytest.raises(ContextError, match=message):
-                engine.generate(messages, max_tokens=4, overflow=overflow)
-        with pytest.raises(InputError, match="a raw prompt has no turns to trim"):
-            engine.generate("the", raw=True, overflow="trim")
-        with pytest.raises(InputError, match="exact answers have no window"):
-            engine.generate("the", exact=True, overflow="window")
-        with pytest.raises(InputError, match="overflow is 'cut'; it must be error, trim, window"):
-            engine.generate("the", overflow="cut")
+            with pytest.raises((ContextError, InputError), match=message):
+                engine.generate(messages, max_tokens=4, **options)
 
 
 def test_a_graph_whose_rotation_is_not_known_is_computed(tiny_bundle: Path, tmp_path: Path) -> None:
