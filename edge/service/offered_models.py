@@ -142,16 +142,17 @@ def _local_entries() -> tuple[ModelEntry, ...]:
     """The bundled model, exported ones, and the newest commit of every graph from the hub that is on this machine."""
     entries = _named_entries()
     for store in stores():
-        main = store.commit_of(None)
-        found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
-        found.sort(key=lambda model, main=main: (model.commit == main, model.last_used))  # type: ignore[misc]
-        # The last one of an id is at the commit that the main branch refers to, or else the last used one.
-        newest = {model.id: model for model in found}
-        for id_, model in sorted(newest.items()):
-            graph = model.folder / model.source
-            aliases = tuple(name for name in (model.repo, f"{id_}@{model.commit}") if name != id_)
-            created = int(graph.stat().st_mtime) if graph.is_file() else 0
-            entries.append(ModelEntry(id_, str(model.path), aliases, created, model.repo.partition("/")[0]))
+        with suppress(FileNotFoundError):  # removed meanwhile
+            main = store.commit_of(None)
+            found = [model for model in store.all_downloaded() if model.source.endswith(".onnx")]
+            found.sort(key=lambda model, main=main: (model.commit == main, model.last_used))  # type: ignore[misc]
+            # The last one of an id is at the commit that the main branch refers to, or else the last used one.
+            newest = {model.id: model for model in found}
+            for id_, model in sorted(newest.items()):
+                graph = model.folder / model.source
+                aliases = tuple(name for name in (model.repo, f"{id_}@{model.commit}") if name != id_)
+                created = int(graph.stat().st_mtime) if graph.is_file() else 0
+                entries.append(ModelEntry(id_, str(model.path), aliases, created, model.repo.partition("/")[0]))
     return tuple(entries)
 
 
