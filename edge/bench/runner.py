@@ -8,7 +8,7 @@ later turn contains the answers of plain decoding to the earlier turns or, in a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Final, NamedTuple
@@ -184,7 +184,16 @@ class ConversationRunner:
                 start = self._done % len(self._modes)  # the mode that starts changes from turn to turn
                 order = (*self._modes[start:], *self._modes[:start])
                 replies = {mode.name: self._answer(mode, tokens, settings.max_tokens) for mode in order}
-                yield self._turn(conversation.category, number, turn, tokens.shortened, replies)
+                said = {mode: (reply.text, reply.stats.completion_tokens) for mode, reply in replies.items()}
+                yield MeasuredTurn(
+                    conversation.category,
+                    number,
+                    turn,
+                    {mode: reply.stats for mode, reply in replies.items()},
+                    frozenset(mode for mode in said if said[mode] != said[PLAIN] and not settings.replay),
+                    replies[PLAIN].stats.prompt_tokens,
+                    tokens.shortened,
+                )
                 answer = replies[PLAIN].text
                 self._done += 1
             elif not settings.replay:
@@ -197,22 +206,3 @@ class ConversationRunner:
         if tokens.answer is None:
             return Reply.of(self._engine.answer(tokens.prompt, options, cache))
         return Reply.of(self._engine.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode))
-
-    def _turn(
-        self, category: str, conversation: int, turn: int, shortened: bool, replies: Mapping[str, Reply]
-    ) -> MeasuredTurn:
-        plain = replies[PLAIN]
-        differing = [
-            mode
-            for mode, reply in replies.items()
-            if (reply.text, reply.stats.completion_tokens) != (plain.text, plain.stats.completion_tokens)
-        ]
-        return MeasuredTurn(
-            category,
-            conversation,
-            turn,
-            {mode: reply.stats for mode, reply in replies.items()},
-            frozenset(() if self._settings.replay else differing),
-            plain.stats.prompt_tokens,
-            shortened,
-        )

@@ -43,32 +43,29 @@ class Operators:
     own_domains: frozenset[str]
     """Domains of the functions that the model contains."""
 
-    def __or__(self, other: Operators) -> Operators:
-        """Return the operators of both."""
-        return Operators(self.used | other.used, self.own_domains | other.own_domains)
-
     def __contains__(self, operator: str) -> bool:
         """Return whether an operator of that name is used, in any domain."""
         return any(name == operator for _, name in self.used)
 
 
-def operators_of(graph: Path) -> Operators:
-    """Read the operators of a model file without loading it.
+def operators_of(*graphs: Path) -> Operators:
+    """Read the operators of a model's files without loading them.
 
     A graph that needs a custom operator library, or that was compiled for one device, fails to load with an unhelpful
     error; its operators show the reason.
 
     Raises:
-        BundleError: the file is not an ONNX model.
+        BundleError: a file is not an ONNX model.
     """
     used, domains = set(), set()
-    with mapped_model(graph) as data:
-        for kind, begin, stop in _messages(data, 0, len(data), "model", 0):
-            if kind == "node":
-                domain, operator = _texts(data, begin, stop, _DOMAIN, _OPERATOR)
-                used.add(("" if domain == "ai.onnx" else domain, operator))
-            elif kind == "function":
-                domains.update(_texts(data, begin, stop, _DOMAIN_OF_FUNCTION))
+    for graph in graphs:
+        with mapped_model(graph) as data:
+            for kind, begin, stop in _messages(data, 0, len(data), "model", 0):
+                if kind == "node":
+                    domain, operator = _texts(data, begin, stop, _DOMAIN, _OPERATOR)
+                    used.add(("" if domain == "ai.onnx" else domain, operator))
+                elif kind == "function":
+                    domains.update(_texts(data, begin, stop, _DOMAIN_OF_FUNCTION))
     return Operators(frozenset(used), frozenset(domains))
 
 

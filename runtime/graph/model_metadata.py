@@ -53,9 +53,7 @@ def metadata_of(bundle: Bundle) -> ModelMetadata:
     """
     if bundle.manifest is not None:
         return ModelMetadata(input_vocab=bundle.input_vocab)
-    operators = operators_of(bundle.graph)
-    if bundle.embedding is not None:
-        operators |= operators_of(bundle.embedding)
+    operators = operators_of(*filter(None, (bundle.graph, bundle.embedding)))
     return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators)
 
 
