@@ -13,16 +13,14 @@ from hypothesis import HealthCheck, settings
 
 import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
+from support.nightly import NEW_EXAMPLES, examples
 from support.prepared_python import share_machine
 
 # Examples are not timed, since other programs may be running. They are the same ones every time, so no change fails
 # for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones, and for twice as many.
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", settings.get_profile("new"), derandomize=True)
-NEW_EXAMPLES = bool(os.environ.get("EDGERUN_NEW_EXAMPLES"))
+settings.register_profile("same", settings.get_profile("new"), derandomize=True, max_examples=examples(100))
 settings.load_profile("new" if NEW_EXAMPLES else "same")
-LEAST_EXAMPLES = 30
-"""As many as a property test names, at most, run every day; of more, half."""
 
 # A process started in the background of a script ignores Ctrl-C, and so would the processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -42,16 +40,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 share_machine()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let property tests try half of the examples that they name every day, and all of them nightly."""
-    tests = {item.obj for item in items if isinstance(item, pytest.Function) and not NEW_EXAMPLES}
-    for test in tests:
-        wanted = getattr(test, "_hypothesis_internal_use_settings", None)
-        if wanted is not None and wanted.max_examples > LEAST_EXAMPLES:
-            fewer = settings(wanted, max_examples=max(wanted.max_examples // 2, LEAST_EXAMPLES))
-            test._hypothesis_internal_use_settings = fewer
 
 
 @pytest.fixture(scope="session", autouse=True)

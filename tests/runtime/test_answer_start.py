@@ -17,7 +17,7 @@ from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.text.detokenizer import AnswerStart
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.nightly import some_nightly
+from support.nightly import examples, some_nightly
 from support.shared_data import real_tokenizer
 from support.tiny_models import SPECIAL_TOKENS
 
@@ -225,7 +225,7 @@ def test_tokens_are_counted_as_they_would_run(engine: Engine) -> None:
 
 
 @given(text=st.text(max_size=20))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_text_of_the_start_is_the_text_given(tiny_bundle: Path, text: str) -> None:
     tokenizer = TextTokenizer(open_bundle(tiny_bundle), 300)
     start = AnswerStart.of(text, tokenizer, vocab_size=300)

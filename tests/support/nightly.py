@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+NEW_EXAMPLES = bool(os.environ.get("EDGERUN_NEW_EXAMPLES"))
 
 
 def some_nightly(cases: Iterable[Any], every: int) -> list[Any]:
@@ -13,3 +16,8 @@ def some_nightly(cases: Iterable[Any], every: int) -> list[Any]:
     return [
         pytest.param(case, marks=pytest.mark.nightly) if number % every else case for number, case in enumerate(cases)
     ]
+
+
+def examples(count: int) -> int:
+    """Number of examples of a property test: half of those it names every day, at least 30, and all of them nightly."""
+    return count if NEW_EXAMPLES else max(count // 2, min(count, 30))

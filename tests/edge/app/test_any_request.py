@@ -17,6 +17,7 @@ from edgerun.edge.app.conversation_endpoints import conversation_routes
 from edgerun.edge.app.state_endpoints import state_routes
 from support.app_server import RunningApp
 from support.app_windows import new_conversation, send
+from support.nightly import examples
 from support.random_bodies import NAMES, NUMBERS, TEXTS, bodies
 
 CONVERSATION, MESSAGE = "/api/conversations/{conversation_id}", "/api/messages/{message_id}"
@@ -60,7 +61,7 @@ def ids(client: httpx.Client) -> dict[str, list[str]]:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_request_is_answered_or_refused(
     client: httpx.Client, ids: dict[str, list[str]], data: st.DataObject
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from edgerun.edge.conversations.message_search import query_words
 from edgerun.edge.conversations.store import ConversationStore
+from support.nightly import examples
 
 TEXTS = (
     "How do I list files?",
@@ -103,7 +104,7 @@ def test_what_changed_is_found_as_it_is_now(store: ConversationStore) -> None:
 
 
 @given(query=st.text() | st.text("\"*()^:{}+-NEARORANDT '\\%_\0", max_size=30))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_query_finds_the_text_that_contains_it(store: ConversationStore, query: str) -> None:
     conversation = store.create(title="\u2603")
     message = store.add_message(conversation.id, None, "user", f"a {query} b")

@@ -23,6 +23,7 @@ from edgerun.edge.conversations.records import (
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.conversations.transfer import as_markdown, read_markdown
 from edgerun.errors import ConversationError
+from support.nightly import examples
 
 
 def shape(store: ConversationStore, conversation: Conversation) -> tuple[Any, ...]:
@@ -184,7 +185,7 @@ LINES = st.lists(
 
 
 @given(st.lists(LINES, min_size=1, max_size=4), LINES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_markdown_keeps_every_line_of_messages(contents: list[str], system: str) -> None:
     roles = [Role.USER, Role.ASSISTANT] * len(contents)
     branch = [

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from edgerun.edge.service.chat_body import ChatBody
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from support.nightly import examples
 from support.random_bodies import NAMES, TEXTS, bodies
 from support.serving import CHAT, Served, asked, chat_body, raw_request, read_all
 
@@ -158,7 +159,7 @@ def test_every_path_with_a_body_is_tried(tiny_app: Starlette) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_body_is_answered_or_refused(tiny_app: Starlette, path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(*BODIES[path]))
     query = data.draw(st.dictionaries(NAMES, TEXTS, max_size=1))

@@ -17,6 +17,7 @@ from edgerun.edge.service.generation_fields import GenerationRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.strict_json import MAX_DEPTH, read_object
 from support.commands import Patch
+from support.nightly import examples
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -359,7 +360,7 @@ def test_any_bytes_are_a_request_or_one_error(body: bytes) -> None:
 
 
 @given(value=st.dictionaries(st.text(), JSON, max_size=4))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_strict_json_reads_what_json_writes(value: dict[str, Any]) -> None:
     body = json.dumps(value)
     if "NaN" in body or "Infinity" in body or "\\ud" in body:
@@ -381,7 +382,7 @@ TRICKY = st.text(st.sampled_from('[]{},:"\\\n a\u00e9')) | st.integers() | st.bo
     value=st.recursive(TRICKY, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text('[{,"\\'), parts)),
     ascii_only=st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_containers_are_counted_outside_of_strings(value: Any, ascii_only: bool) -> None:
     body = json.dumps({"value": value}, ensure_ascii=ascii_only).encode()
     containers = containers_in({"value": value})

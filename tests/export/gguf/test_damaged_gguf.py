@@ -20,6 +20,7 @@ from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
 from edgerun.export.gguf.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf
+from support.nightly import examples
 from support.tiny_models import exported, write_checkpoint
 
 
@@ -177,7 +178,7 @@ def test_scales_that_are_not_finite(tmp_path, checkpoint: Path, value: float, of
 
 
 @pytest.mark.nightly
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_changed_bytes_are_read_or_refused(tmp_path, whole: bytes, data) -> None:
     """A changed file is read or refused in one line, and no list is longer than the file."""

@@ -29,6 +29,7 @@ from edgerun.export.quantization.codes import (
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
 from support.correlated_inputs import correlated_inputs
+from support.nightly import examples
 from support.tiny_models import exported, tiny_weights, write_checkpoint, write_weights
 from support.weight_operators import FORMATS, run_operators
 
@@ -61,7 +62,7 @@ matrices = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(matrices, st.sampled_from(FORMATS), st.booleans())
 def test_error_is_at_most_that_of_round_to_nearest(weights, weight_format: WeightFormat, weighted: bool) -> None:
     importance = None
@@ -125,7 +126,7 @@ def test_rows_are_independent_of_each_other(method: Method, weight_format: Weigh
             np.testing.assert_array_equal(one, None if every is None else every[part])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from([*Method]),
     st.sampled_from(FORMATS),
@@ -239,7 +240,7 @@ def test_the_first_code_is_in_the_low_bits() -> None:
     np.testing.assert_array_equal(pack_codes(np.array([[[1, 2, 3, 0]]], np.uint8), 2), [[[0b00111001]]])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     arrays.arrays(
         np.float32,

@@ -25,7 +25,7 @@ from edgerun.models.graph_variant import Precision
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.int8_prompts.integer_weights import OPERATOR, BlockMatrix
 from support.gguf_files import write_gguf
-from support.nightly import some_nightly
+from support.nightly import examples, some_nightly
 from support.tiny_models import write_bundle, write_checkpoint
 from support.weight_operators import FORMATS, run_operators
 
@@ -48,7 +48,7 @@ def stored_bytes(bundle: Path) -> int:
     return sum(places.values())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     arrays.arrays(
         np.float32, st.tuples(st.integers(1, 3), st.integers(1, 200)), elements=st.floats(-100, 100, width=32)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from edgerun import BundleError
 from edgerun.models.onnx_file.wire import check_external_data, external_files
+from support.nightly import examples
 
 onnx = pytest.importorskip("onnx", reason="needs the export extra")
 
@@ -92,7 +93,7 @@ def test_invalid_lengths_are_left_to_the_runtime(tmp_path: Path, length: str) ->
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.onnx"
     path.write_bytes(data)

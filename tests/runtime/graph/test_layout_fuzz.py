@@ -42,6 +42,7 @@ from support.layout_kinds import (
 from support.layout_reference import clear_prompt, greedy_tokens
 from support.layouts import HYBRID_LAYOUTS, write_layout
 from support.layouts import LAYOUTS as ATTENTION_LAYOUTS
+from support.nightly import examples
 
 LAYOUTS = {**ATTENTION_LAYOUTS, **HYBRID_LAYOUTS}
 BASES = (
@@ -69,7 +70,7 @@ TOKENS = 12
 MIN_MARGIN = 0.03
 """Difference between the two highest logits that float16 rounding does not exceed."""
 everyday = settings(max_examples=8, suppress_health_check=list(HealthCheck))
-nightly = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+nightly = settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 
 
 @cache

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from edgerun.runtime.kv.arena import InPlaceArena
 from edgerun.runtime.kv.buffers import CacheTensorType
 from edgerun.runtime.kv.features import FeatureSlots
+from support.nightly import examples
 
 SIZE = 3
 TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),)
@@ -25,7 +26,7 @@ def new_arena(window: int) -> tuple[InPlaceArena, FeatureSlots]:
     return arena, features
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_known_features_are_those_of_the_last_pass_over_their_slot(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 40))

@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from edgerun import EdgeError, InputError
 from edgerun.runtime.sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from support.nightly import examples
 
 
 def naive_distribution(
@@ -68,7 +69,7 @@ LOGITS = arrays(np.float32, st.integers(2, 40), elements=st.integers(-40, 40).ma
     frequency=st.sampled_from([0.0, 0.25, -1.5]),
     data=st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_probabilities_equal_the_textbook_pipeline(
     logits, temperature, top_k, top_p, min_p, penalty, presence, frequency, data
 ) -> None:

@@ -15,6 +15,7 @@ from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
 from support.adversarial_drafters import eager
+from support.nightly import examples
 
 PRIOR = (0.05, 0.3, 0.6, 0.9, 0.99)
 FLAT = TokenPrices((0.02,) * 15 + (0.0,), 1.0)
@@ -102,7 +103,7 @@ def path_of(growth: TreeGrowth, node: int) -> tuple[int, ...]:
 
 
 @given(CANDIDATES, CANDIDATES, PRICES, st.integers(1, 40), st.booleans(), st.integers(0, TOKENS - 1))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_every_draft_is_a_tree_of_tokens_worth_their_price(one, other, prices, max_depth, chain, anchor) -> None:
     growing = Growing([Table(Source.SUFFIX, one), Table(Source.RECYCLED, other)])
     growth = growing.grow([3, anchor], prices, max_depth, chain=chain)
@@ -129,7 +130,7 @@ def test_every_draft_is_a_tree_of_tokens_worth_their_price(one, other, prices, m
 
 
 @given(CANDIDATES, PRICES, st.integers(1, 6), st.integers(0, TOKENS - 1))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_candidate_left_out_was_worth_its_position(candidates, prices, max_depth, anchor) -> None:
     growth = Growing([Table(Source.SUFFIX, candidates)]).grow([anchor], prices, max_depth)
     tree, width = growth.tree, len(growth.tree)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.tree import Source
+from support.nightly import examples
 
 A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLED
 PRIORS = {A: (0.1, 0.5, 0.9), B: (0.3, 0.6), C: (0.05,)}
@@ -89,7 +90,7 @@ def test_a_redundant_source_adds_nothing() -> None:
     st.dictionaries(st.sampled_from(list(Source)), st.lists(st.floats(0, 1), min_size=1, max_size=4), min_size=1),
     st.data(),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_probabilities_stay_between_0_and_1(priors, data) -> None:
     mixer = Mixer(priors)
     sources = sorted(priors)

@@ -11,6 +11,7 @@ from edgerun.runtime.speculation.replay import ReplaySampler
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, verify_tree
 from support.adversarial_drafters import chain_tree
+from support.nightly import examples
 
 NOBODY = frozenset[int]()
 PROMPT = (2, 0, 2)
@@ -84,7 +85,7 @@ PARAMS = st.one_of(
     max_tokens=st.integers(1, 6),
     seed=st.integers(0, 50),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_tree_gives_the_tokens_of_plain_decoding(tree, params, ends, max_tokens, seed) -> None:
     model = toy_model(4, seed)
     logits = tree_logits(model, PROMPT[:-1], tree)

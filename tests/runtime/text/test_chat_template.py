@@ -16,7 +16,7 @@ from edgerun import TemplateError
 from edgerun.models.bundle import Bundle
 from edgerun.runtime.text.chat_template import ChatTemplate, load_template
 from edgerun.runtime.text.tokenizer import TextTokenizer
-from support.nightly import some_nightly
+from support.nightly import examples, some_nightly
 from support.processes import started
 from support.shared_data import data_path
 from support.template_bombs import random_template
@@ -111,7 +111,7 @@ ENDLESS_TEMPLATES = [
         st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v) | st.dictionaries(st.text(), v)
     )
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_tojson_does_not_escape_text(value: object) -> None:
     text = ChatTemplate("{{ messages[0].content | tojson }}").render([{"role": "user", "content": value}])
     assert json.loads(text) == value

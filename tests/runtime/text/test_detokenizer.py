@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.nightly import examples
 from support.shared_data import saved_tokenizer
 
 TEXTS = ["Grüße, Welt!", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "tabs\tand\nlines", " leading"]
@@ -39,7 +40,7 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 @given(groups=st.lists(st.lists(st.integers(0, 260), max_size=5), max_size=12))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_joined_pieces_equal_the_whole_text(byte_level: TextTokenizer, groups: list[list[int]]) -> None:
     """Also for tokens that are not valid UTF-8, in groups of any size."""
     decoder = StreamDecoder(byte_level)
@@ -48,7 +49,7 @@ def test_joined_pieces_equal_the_whole_text(byte_level: TextTokenizer, groups: l
 
 
 @given(words=st.lists(st.sampled_from(["<s>", "▁hello", "▁world", "lo", "é", "!", *"日👩ß\n"]), max_size=20))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_joined_pieces_equal_the_whole_text_with_byte_fallback(metaspace: TextTokenizer, words: list[str]) -> None:
     """For valid UTF-8 only: one invalid byte makes this decoder turn all bytes around it into U+FFFD."""
     ids: list[int] = []
@@ -85,7 +86,7 @@ TEXT = st.text(alphabet="ab\n", max_size=30)
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     data=st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_text_ends_at_the_first_stop_sequence_however_it_is_split(
     before: str, text: str, stops: list[str], data: st.DataObject
 ) -> None:

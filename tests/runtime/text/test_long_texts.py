@@ -19,6 +19,7 @@ from edgerun.models.find import bundled_folder
 from edgerun.runtime.text import message_marks, tokenizer_library
 from edgerun.runtime.text.message_marks import MessageMarks
 from edgerun.runtime.text.tokenizer_library import LONG_TEXT, decode_ids, encode_text
+from support.nightly import examples
 from support.shared_data import data_path
 
 TOKENIZERS = ("bundled", "phi-3-mini", "qwen2.5", "smollm")
@@ -52,7 +53,7 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_long_texts_have_the_token_ids_of_short_ones(name: str, data: st.DataObject) -> None:
     library = tokenizer(name)
@@ -126,7 +127,7 @@ def test_a_long_text_does_not_wait_for_another_one(monkeypatch: pytest.MonkeyPat
         long.join()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     text=st.lists(st.sampled_from(["<|im_start|>", "<|im", "<|", "<", "|>", ">", "<s>", "a", "ꀀ", " "])).map("".join)
 )

@@ -17,6 +17,7 @@ from edgerun.runtime.text.chat_template import ChatTemplate
 from edgerun.runtime.text.message_marks import MessageMarks
 from edgerun.runtime.text.messages import ChatPrompt
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.nightly import examples
 from support.shared_data import data_path, real_tokenizer, saved_tokenizer
 
 FAMILIES = {
@@ -58,7 +59,7 @@ def said(*contents: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_no_content_becomes_a_special_token(name: str, data: st.DataObject) -> None:
     tokenizer, template = family(name)
@@ -72,7 +73,7 @@ def test_no_content_becomes_a_special_token(name: str, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(contents=st.lists(st.text() | st.lists(st.sampled_from(PIECES)).map("".join), min_size=2, max_size=4))
 def test_ordinary_contents_give_the_ids_of_the_whole_text(name: str, contents: list[str]) -> None:
     tokenizer, template = family(name)

@@ -13,6 +13,7 @@ from edgerun.runtime.sampling.logprobs import PositionLogprobs
 from edgerun.runtime.text.detokenizer import StopMatcher, StreamDecoder
 from edgerun.runtime.text.token_logprobs import AnswerTokens, TokenLogprob
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.nightly import examples
 from support.shared_data import data_path, real_tokenizer, saved_tokenizer
 
 REAL = ("qwen2.5", "phi-3-mini", "smollm")
@@ -59,7 +60,7 @@ def test_the_bytes_of_an_answers_tokens_are_its_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", REAL)
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_bytes_of_any_text_are_those_of_its_tokens(name: str, data: st.DataObject) -> None:
     """Where bytes are invalid, the text of byte-level tokenizers has U+FFFD, and the tokens have the bytes."""
     tokenizer = real_tokenizer(name)
@@ -75,7 +76,7 @@ def test_the_bytes_of_any_text_are_those_of_its_tokens(name: str, data: st.DataO
 
 @pytest.mark.parametrize("name", REAL)
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_the_tokens_reach_up_to_the_stop_sequence(name: str, data: st.DataObject) -> None:
     tokenizer = real_tokenizer(name)
     whole = data.draw(st.sampled_from(TEXTS))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
+from support.nightly import examples
 from support.shared_data import data_path, real_tokenizer
 
 GOLDEN = {"qwen2": "qwen2.5", "phi-3": "phi-3-mini"}
@@ -41,7 +42,7 @@ def test_streamed_tokens_give_the_text_back(golden: tuple[TextTokenizer, list[st
         assert streamed == text or streamed.lstrip(" ") == text.lstrip(" "), repr(text)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=st.text(max_size=40))
 def test_a_byte_level_tokenizer_gives_any_text_back(text: str) -> None:
     tokenizer = real_tokenizer("qwen2.5")

@@ -23,6 +23,7 @@ from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import FixedCost
 from support.hybrid_graphs import with_end_states
+from support.nightly import examples
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
 VOCABULARY = 300
@@ -149,7 +150,7 @@ def width_of_pass(model: DraftModel, path: tuple[int, ...]) -> tuple[int, TopTok
     return sum(widths), likely
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data(), most_held=st.sampled_from([1, 2, 100]))
 def test_probabilities_are_those_of_a_fresh_pass(graph: GraphSession, most_held: int, data: st.DataObject) -> None:
     model, text = draft(graph), data.draw(TEXTS)

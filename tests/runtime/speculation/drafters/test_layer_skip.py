@@ -26,6 +26,7 @@ from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.speculation.drafters.target_drafts import LayerSkipDraft
 from edgerun.runtime.speculation.tree import Source
+from support.nightly import examples
 from support.tiny_models import write_bundle
 
 CONFIG = SessionConfig(choose_device("cpu"), 1)
@@ -73,7 +74,7 @@ def drafts(bundle: Path, target: GraphSession) -> tuple[LayerSkipDraft, LayerSki
     return own_draft(bundle, target), own_draft(bundle, target)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(first=TOKENS, grown=st.lists(st.tuples(TOKENS, st.lists(PATHS, max_size=4)), max_size=4))
 def test_logits_are_those_of_its_graph_behind_the_targets_slots(
     target: GraphSession,

@@ -25,6 +25,7 @@ from edgerun.runtime.speculation.drafters.ngram import (
 )
 from edgerun.runtime.speculation.drafters.ngram_counts import write_table
 from edgerun.runtime.speculation.tree import Source
+from support.nightly import examples
 
 VOCABULARY = 12
 KEY = "a tokenizer"
@@ -88,7 +89,7 @@ def expected(
     return {context: entries for context, entries in kept.items() if entries}, undecided
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.one_of(texts, small_texts))
 def test_counts_equal_those_of_a_dictionary(sequences: list[list[int]]) -> None:
     table = table_of(sequences)
@@ -108,7 +109,7 @@ def test_counts_equal_those_of_a_dictionary(sequences: list[list[int]]) -> None:
             assert value & 3 == (times >= 2) + (times >= 4) + (times >= 16)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(small_texts)
 def test_counting_in_parts_gives_the_same_table(sequences: list[list[int]]) -> None:
     whole = table_of(sequences)
@@ -121,7 +122,7 @@ def test_counting_in_parts_gives_the_same_table(sequences: list[list[int]]) -> N
             assert parts.find(context) == whole.find(context)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(texts, st.integers(SMALLEST, 1500))
 def test_tables_stay_within_max_bytes(sequences: list[list[int]], max_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +154,7 @@ def test_a_table_of_nothing_has_no_candidates(sequences: list[list[int]]) -> Non
         assert drafter.candidates(drafter.state()) == []
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(small_texts, st.lists(st.integers(0, VOCABULARY - 1), max_size=8))
 def test_candidates_keep_the_drafter_interface(sequences: list[list[int]], text: list[int]) -> None:
     drafter: Drafter = NgramDrafter(table_of(sequences))
@@ -224,7 +225,7 @@ def test_a_truncated_or_extended_file_is_set_aside(tmp_path: Path) -> None:
     assert not damage_is_harmless(tmp_path / "table", data)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=300))
 def test_any_other_file_is_set_aside(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

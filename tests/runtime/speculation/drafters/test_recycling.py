@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
+from support.nightly import examples
 
 KEPT = 3
 
@@ -24,7 +25,7 @@ def ranked(logits: np.ndarray) -> list[int]:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 3, 5, 64, 191, 192, 193, 255, 300, 1000]), st.integers(1, 9))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_the_highest_logits_are_kept_and_ties_go_to_the_lowest_id(seed: int, size: int, values: int) -> None:
     logits = np.random.default_rng(seed).integers(0, values, size).astype(np.float32)
     table = RecycledTable(size)
@@ -122,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_do_no_harm(saved: bytes, tmp_path: Path, data: st.DataObject) -> None:
     damaged = bytearray(saved)
     for _ in range(data.draw(st.integers(0, 3))):
