@@ -38,7 +38,6 @@ from ..speculation.drafters.model import ModelDrafter
 from ..speculation.pass_cost import PassCost
 from ..speculation.replay import OracleDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator
-from ..speculation.tree import Source, Tree
 from ..speculation.verification import NearTies
 from .exactness import ComparisonCounts, Counterexample, ExactnessReport, measure_width_noise
 
@@ -48,64 +47,9 @@ _NOISE_TOKENS: Final = 128
 _EQUAL_COST: Final = {0: {1: 1.0, MAX_DRAFT_WIDTH: 1.0 + 1e-4}}
 """Seconds by context and width with which every draft pays and the cost of drafting is negligible."""
 _OMISSION_RATE: Final = 0.3
-"""Share of the answer's tokens that the hiding proposer leaves out, which ends the draft."""
+"""Share of the answer's tokens that the hiding drafter leaves out, which ends the draft."""
 _NO_TIE: Final = 1e30
 """The gap where there is no second token to compare with."""
-_CLASSES: Final = 8
-"""Evidence buckets of a proposed tree: classes of the probability it states for a node given its parent."""
-
-
-class TreeDrafter(Drafter):
-    """A `Drafter` that passes on whole trees. Its state is a node of the proposed tree.
-
-    Args:
-        propose: makes a tree of the sequence, whose last token is the anchor, with paths of at most so many tokens, or
-            None. Its path probabilities are taken as evidence; how reliable they are is learned.
-        max_depth: maximum number of tokens of a path.
-    """
-
-    source = Source.OTHER
-    prior = tuple((step + 0.5) / _CLASSES for step in range(_CLASSES))
-
-    def __init__(self, propose: Callable[[Sequence[int], int], Tree | None], max_depth: int = 16) -> None:
-        self._propose = propose
-        self._max_depth = max_depth
-        self._token_ids: list[int] = []
-        self._tree: Tree | None = None
-        self._children: dict[int, list[Candidate]] = {}
-
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-        self._token_ids = list(token_ids)
-
-    def append(self, token: int) -> None:
-        """Append a token to the sequence."""
-        self._token_ids.append(token)
-
-    def state(self) -> int | None:
-        """The anchor of a new proposal; None without one."""
-        self._tree = tree = self._propose(self._token_ids, self._max_depth)
-        self._children = {}
-        if tree is None:
-            return None
-        for node in range(1, len(tree)):
-            parent = tree.parent_nodes[node]
-            stated = tree.path_probs[node] / max(tree.path_probs[parent], 1e-6)
-            # Values that are not probabilities, NaN among them, go into the lowest class.
-            step = min(int(stated * _CLASSES), _CLASSES - 1) if 0 <= stated < math.inf else 0
-            candidate = Candidate(tree.token_ids[node], step)
-            self._children.setdefault(parent, []).append(candidate)
-        for candidates in self._children.values():
-            candidates.sort(key=lambda candidate: -candidate.bucket)
-        return 0
-
-    def after(self, state: int | None, token: int) -> int | None:
-        """The child of the node with this token."""
-        return None if state is None or self._tree is None else self._tree.child(state, token)
-
-    def candidates(self, state: int | None) -> Sequence[Candidate]:
-        """The children of the node, most probable first."""
-        return () if state is None else self._children.get(state, ())
 
 
 @dataclass(frozen=True)
@@ -128,29 +72,28 @@ class _ConstantPassCost(PassCost):
         """Ignore the pass."""
 
 
-def _hiding(answer: Sequence[int], start: int, vocab_size: int) -> Callable[[Sequence[int], int], Tree | None]:
-    """Proposes trees of up to `MAX_DRAFT_WIDTH` nodes that hide the answer among false branches."""
+class _HidingDrafter(OracleDrafter):
+    """Hides the answer's tokens among false ones, and leaves some of them out, which ends the draft."""
 
-    def propose(text: Sequence[int], most: int) -> Tree | None:
-        random = np.random.default_rng(len(text))
-        index = len(text) - start
-        tokens, parents, parent = [text[-1]], [-1], 0
-        for true in answer[index : index + most]:
-            siblings = dict.fromkeys([*random.integers(0, vocab_size, 2).tolist(), true])
-            if random.random() < _OMISSION_RATE:
-                siblings.pop(true)
-            order = random.permutation(list(siblings)).tolist()
-            if len(tokens) + len(order) > MAX_DRAFT_WIDTH:
-                break
-            parents += [parent] * len(order)
-            parent = len(tokens) + order.index(true if true in siblings else order[0])
-            tokens += order
-            if true not in siblings:
-                break
-        probabilities = [1.0, *np.sort(random.uniform(0.3, 1.0, len(tokens) - 1))[::-1].tolist()]
-        return Tree.of(tokens, parents, probabilities, [Source.OTHER] * len(tokens))
+    prior = (0.9,)
 
-    return propose
+    def __init__(self, answer: Sequence[int], start: int, vocab_size: int) -> None:
+        super().__init__(answer, start)
+        self._vocab_size = vocab_size
+
+    def after(self, state: int, token: int) -> int:
+        """The next index; -1, where nothing is drafted, after a false token."""
+        return state + 1 if 0 <= state < len(self._answer) and token == self._answer[state] else -1
+
+    def candidates(self, state: int) -> Sequence[Candidate]:
+        """The answer's token at this index and two random ones, in a random order."""
+        if not (hidden := super().candidates(state)):
+            return ()
+        random = np.random.default_rng((self._index, state))
+        tokens = set(random.integers(0, self._vocab_size, 2).tolist()) - {hidden[0].token}
+        if random.random() >= _OMISSION_RATE:
+            tokens.add(hidden[0].token)
+        return [Candidate(token, 0) for token in random.permutation(sorted(tokens)).tolist()]
 
 
 class Comparison:
@@ -255,11 +198,8 @@ class Comparison:
     ) -> list[tuple[str, Speculator]]:
         """Create speculators by name: new ones, which have neither learned nor disabled anything yet."""
         oracle = OracleDrafter(plain.token_ids, len(prompt))
-        hiding = TreeDrafter(_hiding(plain.token_ids, len(prompt), self._engine.graph_io.vocab_size))
-        speculators = [
-            ("oracle", self._unpruned([oracle])),
-            ("oracle tree", self._unpruned([hiding])),
-        ]
+        hiding = _HidingDrafter(plain.token_ids, len(prompt), self._engine.graph_io.vocab_size)
+        speculators = [("oracle", self._unpruned([oracle])), ("oracle tree", self._unpruned([hiding]))]
         with self._engine.model.drafters.answering(Request((), GenerateOptions(), sampling), self._bound.arena) as auto:
             if auto is not None:
                 speculators.append(("auto", self._unpruned(auto.drafters, auto.model)))

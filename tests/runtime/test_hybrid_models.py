@@ -30,7 +30,7 @@ from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.verification import NearTies
-from support.adversarial_drafters import FixedCost, adversaries, eager, speculator_of
+from support.adversarial_drafters import FixedCost, adversaries, eager
 from support.hybrid_graphs import HYBRIDS, write_hybrid
 from support.tiny_models import GRANITE_EXPERTS, HYBRID_FAMILIES, write_bundle, write_checkpoint
 
@@ -73,7 +73,7 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
     def tokens_of(name: str | None, text: list[int]) -> list[int]:
         bound, sampler = graph.bind(graph.arena(CONTEXT)), Sampler(params, 300)
         near_ties = NearTies(bound, sampler, 0.5, lambda: False) if exact else None
-        speculator = None if name is None else speculator_of(adversaries(text, 300, 0)[name], trees=False)
+        speculator = None if name is None else eager(adversaries(text, 300, 0)[name], trees=False)
         steps = list(decode(bound, prompt, sampler, limits, speculator, near_ties))
         arena = bound.arena
         tokens = [token for step in steps for token in step.tokens]

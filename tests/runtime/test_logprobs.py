@@ -36,7 +36,6 @@ from support.adversarial_drafters import (
     adversaries,
     chain_tree,
     eager,
-    speculator_of,
 )
 from support.nightly import some_nightly
 
@@ -153,7 +152,7 @@ def test_drafting_does_not_change_them(
 ) -> None:
     plain = steps_of(graph, params)
     drafter = adversaries([*PROMPT, *tokens_of(plain)], VOCABULARY, 0)[name]
-    steps = steps_of(graph, params, speculator_of(drafter, trees=trees))
+    steps = steps_of(graph, params, eager(drafter, trees=trees))
     assert tokens_of(steps) == tokens_of(plain)
     check(tiny_bundle, PROMPT, tokens_of(steps), logprobs_of(steps))
     expected = [one.logprob for one in logprobs_of(plain)]
@@ -176,7 +175,7 @@ def test_recomputed_near_ties_give_those_of_the_recomputed_logits(
     graph: GraphSession, tiny_bundle: Path, name: str | None, epsilon: float
 ) -> None:
     plain = tokens_of(steps_of(graph))
-    speculator = None if name is None else speculator_of(adversaries([*PROMPT, *plain], VOCABULARY, 0)[name])
+    speculator = None if name is None else eager(adversaries([*PROMPT, *plain], VOCABULARY, 0)[name])
     steps = steps_of(graph, GREEDY, speculator, epsilon)
     assert tokens_of(steps) == plain
     check(tiny_bundle, PROMPT, plain, logprobs_of(steps))
@@ -214,7 +213,7 @@ def test_an_end_of_sequence_token_has_a_log_probability_and_no_origin(graph: Gra
     end = text.index(text[11])
     for name in (None, "oracle", "right, then wrong", "end of text"):
         drafter = None if name is None else adversaries([*PROMPT, *text], VOCABULARY, text[11])[name]
-        speculator = None if drafter is None else speculator_of(drafter)
+        speculator = None if drafter is None else eager(drafter)
         steps = steps_of(graph, speculator=speculator, limits=DecodeLimits(30, frozenset([text[11]])))
         assert tokens_of(steps) == text[:end]
         assert [one.token_id for one in logprobs_of(steps)] == text[: end + 1]
@@ -232,7 +231,7 @@ def test_the_most_probable_of_several_rejected_tokens_is_named(graph: GraphSessi
         tokens = [(right + more) % VOCABULARY for more in (1, 2, 3)]
         return Tree.of([done[-1], *tokens], [-1, 0, 0, 0], [1.0, 0.3, 0.9, 0.6], [Source.OTHER] * 4)
 
-    steps = steps_of(graph, speculator=speculator_of(Adversary(wrong)), limits=DecodeLimits(10))
+    steps = steps_of(graph, speculator=eager(Adversary(wrong)), limits=DecodeLimits(10))
     check_origins(steps)
     drafted = [step for step in steps if step.round is not None and step.round.width > 2]
     assert drafted
@@ -247,7 +246,7 @@ def test_a_right_draft_token_beyond_the_largest_length_is_not_accepted(graph: Gr
     long = Adversary(lambda done, _: chain_tree(done[-1], every[len(done) :][:8], [1.0] * 8, Source.OTHER))
 
     for length in range(2, 9):
-        steps = steps_of(graph, speculator=speculator_of(long), limits=DecodeLimits(length))
+        steps = steps_of(graph, speculator=eager(long), limits=DecodeLimits(length))
         assert check_origins(steps).total() == length
         assert steps[-1].origins[-1].kind in (OriginKind.BONUS, OriginKind.DECODED)
 

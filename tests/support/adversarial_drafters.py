@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from edgerun.runtime.decode import Step
-from edgerun.runtime.measure.comparison import TreeDrafter
-from edgerun.runtime.speculation.drafters.interface import Drafter
+from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source, Tree
 
 NEARLY_FREE: Final = {128: {1: 1.0, 2: 1.0001, 16: 1.001}}
 """Seconds of a pass: nearly any draft token pays, and the time spent on drafting is negligible."""
+CLASSES: Final = 8
+"""Evidence buckets of an adversary: classes of the probability that its tree states for a node given its parent."""
 
 
 class FixedCost(PassCost):
@@ -37,17 +37,42 @@ def eager(*drafters: Drafter, **options: Any) -> Speculator:
     return Speculator(drafters, FixedCost(NEARLY_FREE), **options)
 
 
-@dataclass
-class Adversary:
-    """Proposes the tree that a function makes of the sequence; its anchor is the last token."""
+class Adversary(Drafter):
+    """Proposes the tree that a function makes of the sequence; its state is a node of the tree.
 
-    make: Callable[[list[int], int], Tree | None]
-    proposals: int = 0
+    The probabilities that a tree states are taken as evidence; how reliable they are is learned.
+    """
 
-    def propose(self, token_ids: Sequence[int], max_depth: int) -> Tree | None:
-        """Count and make one proposal."""
+    source = Source.OTHER
+    prior = tuple((step + 0.5) / CLASSES for step in range(CLASSES))
+
+    def __init__(self, make: Callable[[list[int], int], Tree | None]) -> None:
+        self.make = make
+        self.proposals = 0
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+
+    def append(self, token: int) -> None:
+        self.token_ids.append(token)
+
+    def state(self) -> int | None:
         self.proposals += 1
-        return self.make(list(token_ids), max_depth)
+        self.tree = self.make(self.token_ids, 16)
+        return None if self.tree is None else 0
+
+    def after(self, state: int | None, token: int) -> int | None:
+        return None if state is None else self.tree.child(state, token)
+
+    def candidates(self, state: int | None) -> Sequence[Candidate]:
+        """The children of the node, the most probable first. What is not a probability is in the lowest class."""
+        found = []
+        for node in () if state is None else range(1, len(self.tree)):
+            if self.tree.parent_nodes[node] == state:
+                stated = self.tree.path_probs[node] / max(self.tree.path_probs[state], 1e-6)
+                step = min(int(stated * CLASSES), CLASSES - 1) if 0 <= stated < np.inf else 0
+                found.append(Candidate(self.tree.token_ids[node], step))
+        return sorted(found, key=lambda candidate: -candidate.bucket)
 
 
 def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -> dict[str, Adversary]:
@@ -115,11 +140,6 @@ def adversaries(text: Sequence[int], vocab_size: int, eos: int, seed: int = 0) -
         "unsteady": lambda done, _: chain(done, following(done, 4)) if random.random() < 0.5 else None,
     }
     return {name: Adversary(make) for name, make in made.items()}
-
-
-def speculator_of(drafter: Adversary, **options: Any) -> Speculator:
-    """An eager speculator with one adversary."""
-    return eager(TreeDrafter(drafter.propose), **options)
 
 
 def check_rounds(steps: Iterable[Step]) -> None:

@@ -27,7 +27,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecycledTable, Recycl
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.speculator import Speculator
-from support.adversarial_drafters import adversaries, eager, speculator_of
+from support.adversarial_drafters import adversaries, eager
 from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Mask, Settings
 from support.layout_reference import Decoder, clear_prompt, greedy_tokens, layout_weights
 from support.layout_states import state_layers, state_shapes
@@ -136,11 +136,11 @@ def test_drafts_do_not_change_the_text(name: str, graph_of) -> None:
     bound = bind(graph)
     speculators = {
         "free drafters": eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=trees),
-        **{each: speculator_of(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
+        **{each: eager(drafters[each], trees=trees) for each in ("oracle", "nearly right")},
     }
     if trees:
         speculators["chains"] = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)), trees=False)
-        speculators["wide"] = speculator_of(drafters["wide"])
+        speculators["wide"] = eager(drafters["wide"])
     passes = {}
     for drafter, speculator in speculators.items():
         bound.arena.rewind_to(0)

@@ -19,7 +19,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecycledTable, Recycl
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.verification import NearTies
-from support.adversarial_drafters import Adversary, adversaries, check_rounds, eager, speculator_of
+from support.adversarial_drafters import Adversary, adversaries, check_rounds, eager
 from support.nightly import some_nightly
 
 VOCABULARY = 300
@@ -103,7 +103,7 @@ def plain(graph: GraphSession, prompt: list[int], params: SamplingParams, limits
 
 def named_speculator(name: str, text: list[int]) -> Speculator:
     """A speculator by name; `text` is the expected output, prompt included."""
-    return DRAFTERS[name]() if name in DRAFTERS else speculator_of(adversaries(text, VOCABULARY, EOS)[name])
+    return DRAFTERS[name]() if name in DRAFTERS else eager(adversaries(text, VOCABULARY, EOS)[name])
 
 
 @pytest.mark.parametrize("model", [*EVERYDAY, *NIGHTLY], ids="-".join)
@@ -156,7 +156,7 @@ def test_the_targets_choices_are_recycled(graph: GraphSession, epsilon: float | 
     prompt, limits = prompt_of(7), DecodeLimits(40)
     text = [*prompt, *plain(graph, prompt, GREEDY, limits)]
     recycle, bound, sampler = RecyclingDrafter(RecycledTable(VOCABULARY)), bind(graph), Sampler(GREEDY, VOCABULARY)
-    oracle = speculator_of(adversaries(text, VOCABULARY, EOS)["nearly right"])
+    oracle = eager(adversaries(text, VOCABULARY, EOS)["nearly right"])
     speculator = eager(*oracle.drafters, recycle)
     near_ties = None if epsilon is None else NearTies(bound, sampler, epsilon, lambda: False)
     done, chosen = list(prompt), dict[int, int]()
@@ -179,7 +179,7 @@ def test_no_drafter_changes_the_output(graph: GraphSession, name: str, trees: bo
         for eos in (frozenset({EOS}), frozenset(free[11:12])):
             expected = plain(graph, prompt, params, DecodeLimits(30, eos))
             drafter = adversaries([*prompt, *free], VOCABULARY, min(eos), seed)[name]
-            steps = steps_of(bind(graph), prompt, params, DecodeLimits(30, eos), speculator_of(drafter, trees=trees))
+            steps = steps_of(bind(graph), prompt, params, DecodeLimits(30, eos), eager(drafter, trees=trees))
             assert tokens_of(steps) == expected
             assert drafter.proposals > 0
 
@@ -189,7 +189,7 @@ def test_an_oracle_fills_every_pass(graph: GraphSession, params: SamplingParams)
     prompt = prompt_of(3)
     text = [*prompt, *plain(graph, prompt, params, DecodeLimits(40))]
     drafter = Adversary(lambda done, _: adversaries(text, VOCABULARY, EOS)["oracle"].make(done, 5))
-    steps = steps_of(bind(graph), prompt, params, DecodeLimits(40), speculator_of(drafter))
+    steps = steps_of(bind(graph), prompt, params, DecodeLimits(40), eager(drafter))
     assert tokens_of(steps) == text[len(prompt) :]
     # After the first token: 39 tokens in passes of six.
     assert [step.produced for step in steps] == [1, *[6] * 6, 3]
@@ -240,7 +240,7 @@ def test_an_end_token_within_an_accepted_path_ends_the_answer(graph: GraphSessio
         end = free[place]
         first = free.index(end)
         bound = bind(graph)
-        speculator = speculator_of(adversaries(text, VOCABULARY, end)["oracle"])
+        speculator = eager(adversaries(text, VOCABULARY, end)["oracle"])
         steps = steps_of(bound, prompt, GREEDY, DecodeLimits(30, frozenset({end})), speculator)
         assert tokens_of(steps) == free[:first]
         assert steps[-1].finish is FinishReason.STOP

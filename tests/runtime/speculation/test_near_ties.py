@@ -23,7 +23,7 @@ from edgerun.runtime.speculation.drafters.recycling import RecycledTable, Recycl
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.verification import NearTies
-from support.adversarial_drafters import adversaries, eager, speculator_of
+from support.adversarial_drafters import adversaries, eager
 from support.nightly import some_nightly
 from support.tiny_models import tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
@@ -94,7 +94,7 @@ def speculators(text: list[int]) -> dict[str, Speculator]:
     free = eager(SuffixDrafter(), RecyclingDrafter(RecycledTable(VOCABULARY)))
     return {
         "free": free,
-        **{name: speculator_of(named[name]) for name in ("oracle", "nearly right", "wide", "unsteady")},
+        **{name: eager(named[name]) for name in ("oracle", "nearly right", "wide", "unsteady")},
     }
 
 
@@ -251,7 +251,7 @@ def test_slots_marked_as_plain_equal_plain_decodings(
                 np.testing.assert_array_equal(own[..., : arena.plain_length, :], rows[..., : arena.plain_length, :])
                 other_rows |= not np.array_equal(own, rows[..., : arena.length, :])
 
-            drafter = speculator if kept else speculator_of(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
+            drafter = speculator if kept else eager(adversaries(text, VOCABULARY, 0, seed)["nearly right"])
             assert [*prompt, *turn(fast, prompt, drafter, epsilon, check)] == text or epsilon == 0
             if epsilon == 0:
                 break

@@ -24,7 +24,7 @@ from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.structure import matcher
-from support.adversarial_drafters import NEARLY_FREE, FixedCost, adversaries, eager, speculator_of
+from support.adversarial_drafters import NEARLY_FREE, FixedCost, adversaries, eager
 from support.chi_square import expect_distribution
 from support.emulated_graph import EmulatedGraph, Floats, Text
 from support.nightly import some_nightly
@@ -128,7 +128,7 @@ def test_the_text_of_a_seed_does_not_depend_on_drafts(
         plain = answer_of(steps_of(grammar, params))
         for trees in (True, False):
             drafter = adversaries([*PROMPT, *plain, EOS], V, EOS)[adversary]
-            steps = steps_of(grammar, params, speculator_of(drafter, trees=trees), thread=thread)
+            steps = steps_of(grammar, params, eager(drafter, trees=trees), thread=thread)
             assert answer_of(steps) == plain
             assert re.fullmatch(REGEXES[name], text_of(plain))
             assert steps[-1].finish is FinishReason.STOP
