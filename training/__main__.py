@@ -13,7 +13,7 @@ import torch
 
 from ..errors import EdgeError
 from ..export.draft_training.draft_tasks import LossKind
-from ..export.draft_training.optimizer import OptimizerKind, TrainOptions
+from ..export.draft_training.optimizer import TrainOptions
 from ..export.draft_training.request import DraftTrainingRequest
 from ..export.draft_training.target_data import AnswerOptions, PromptConversation
 from ..export.draft_training.torch_llama import BlockRounding, CausalLM
@@ -45,7 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=default.steps, help="maximum number of steps")
     run.add_argument("--minutes", type=float, help="time budget of the run and its resumptions")
     run.add_argument("--batch-tokens", type=int, default=default.batch_tokens)
-    run.add_argument("--optimizer", type=OptimizerKind, choices=list(OptimizerKind), default=default.optimizer)
     run.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak rate, layer matrices")
     run.add_argument("--other-rate", type=float, default=default.other_rate, help="peak rate, embedding and norms")
     run.add_argument("--warmup", type=int, default=default.warmup)

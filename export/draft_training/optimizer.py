@@ -5,19 +5,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-
-class OptimizerKind(StrEnum):
-    """Optimizer of the matrices between embedding and LM head; all other parameters are AdamW's."""
-
-    MUON = "muon"
-    ADAMW = "adamw"
-
 
 _BY_TOKEN = ("model.embed_tokens.", "lm_head.")
 """Matrices with a row for each token, which are not Muon's: most rows have no gradient in a step."""
@@ -35,7 +25,6 @@ class TrainOptions:
     weight_decay: float = 0.1
     warmup: int = 100
     average: float = 0.997
-    optimizer: OptimizerKind = OptimizerKind.MUON
     seed: int = 1
     evaluate_every: int = 250
     save_every: int = 100
@@ -76,21 +65,14 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, options: TrainOptions) -> None:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        vectors = [p for p in named.values() if p.dim() != 2]
-        embedding = [p for name, p in named.items() if p.dim() == 2 and name.startswith(_BY_TOKEN)]
-        matrices = [p for name, p in named.items() if p.dim() == 2 and not name.startswith(_BY_TOKEN)]
-        adam_groups: list[dict[str, Any]] = [
-            {"params": embedding, "lr": options.other_rate, "weight_decay": 0.0},
-            {"params": vectors, "lr": options.other_rate, "weight_decay": 0.0},
-        ]
-        self.parts: list[torch.optim.Optimizer] = []
-        of_matrices: dict[str, Any] = {"lr": options.matrix_rate, "weight_decay": options.weight_decay}
-        if options.optimizer is OptimizerKind.MUON:
-            # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
-            self.parts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **of_matrices))
-        else:
-            adam_groups.append({"params": matrices, **of_matrices})
-        self.parts.append(torch.optim.AdamW(adam_groups, betas=(0.9, 0.98), eps=1e-9))
+        is_matrix = {name: p.dim() == 2 and not name.startswith(_BY_TOKEN) for name, p in named.items()}
+        matrices, others = ([p for name, p in named.items() if is_matrix[name] is each] for each in (True, False))
+        # match_rms_adamw scales each update to the size an AdamW update would have, so rates mean the same.
+        muon = torch.optim.Muon(
+            matrices, lr=options.matrix_rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        adam = torch.optim.AdamW(others, lr=options.other_rate, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
+        self.parts: list[torch.optim.Optimizer] = [muon, adam]
         self.base = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
 

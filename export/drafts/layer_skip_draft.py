@@ -1,4 +1,4 @@
-"""Makes a draft of the target's own layers in its bundle: searches for the sub-layers to skip, and measures it.
+"""Makes a draft of the target's own layers in its bundle: searches for the sub-layers to skip.
 
 The objective is the expected number of tokens per second of a draft chain (`head_size.tokens_per_second`), from the
 agreement of the draft with the target and the time of its step. Agreement is not additive in the sub-layers, so it is
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import onnx
@@ -25,7 +25,7 @@ from ...models.bundle import DRAFT_GRAPH_NAME, GRAPH_NAME
 from ...models.manifest import Manifest
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer
-from ...runtime.text.turn_markers import Markers, TokenArray, answer_start, read_markers
+from ...runtime.text.turn_markers import answer_start, read_markers
 from ..bundle_content import read_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..recipe import DraftTokens
@@ -44,7 +44,6 @@ from .skipped_layers import (
     SubLayer,
     SubLayerKind,
     as_bundle,
-    beginning_of,
     external_bytes,
     inner_sub_layers,
     without,
@@ -148,43 +147,21 @@ def _changed(
     return frozenset(changed) or skipped
 
 
-class LayerSkipReport(NamedTuple):
-    """Figures of a layer-skip draft."""
-
-    skips: tuple[str, ...]
-    """Skipped sub-layers."""
-    tokens: int
-    """Number of tokens of the draft's head."""
-    agreement: float
-    """Share of positions of held-out text where draft and target prefer the same token."""
-    step_ms: float
-    """Milliseconds of the draft's step."""
-    target_ms: float
-    """Milliseconds of the target's pass over one token."""
-    tokens_per_second: float
-    """Expected tokens per second of draft chains of the best length."""
-
-    @property
-    def plain_tokens_per_second(self) -> float:
-        """Tokens per second without speculation."""
-        return 1e3 / self.target_ms
-
-
 def adopt_layer_skip_draft(
     target: Path, wanted: DraftTokens, text: CalibrationText, progress: Progress, max_seconds: float = 180.0
-) -> LayerSkipReport:
+) -> tuple[tuple[str, ...], int]:
     """Add to a bundle a draft that is its own graph without some sub-layers, and name it in the manifest.
 
     Args:
         target: The bundle.
         wanted: Number of tokens of the draft's head; `auto` for the fastest, None or `all` for all.
-        text: Text of the target: its calibration part chooses the sub-layers, its held-out part measures the draft.
+        text: Text of the target: its calibration part chooses the sub-layers, its held-out part the fastest head.
         progress: Receives the stage "draft".
         max_seconds: Time limit of the search.
 
     Returns:
-        Figures of the draft. It is made even if it does not pay on this machine, since it may pay on another; the
-        runtime uses it only where it pays.
+        The skipped sub-layers, and the number of tokens of the draft's head. The draft is made even if it does not pay
+        on this machine, since it may pay on another; the runtime uses it only where it pays.
 
     Raises:
         BundleError: The folder is not a bundle.
@@ -198,65 +175,35 @@ def adopt_layer_skip_draft(
             f"a model of {manifest.architecture.layers} layers has none to skip", "leave --draft-layers out"
         )
     progress(_STAGE, 0.0)
-    markers = read_markers(target)
-    chosen_on, measured_on = (beginning_of(texts) for texts in (text.calibration, text.held_out))
-    ranking, _ = ranked_text(target, manifest.architecture.vocab_size, text)
+    ranking, held_out_starts = ranked_text(target, manifest.architecture.vocab_size, text)
     if isinstance(wanted, int):
         ranking.kept(wanted)  # raises before measurements
     passes, saved = _sub_layer_times(target, manifest, onnx.load(target / GRAPH_NAME, load_external_data=False))
     progress(_STAGE, 0.1)
-    skipped = _search(_agreement_on(target, manifest, chosen_on, markers), passes, saved, max_seconds, progress)
-    progress(_STAGE, 0.8)
-    by_size = _agreement_by_size(_agreement_on(target, manifest, measured_on, markers), skipped, ranking)
-    write_layer_skip_draft(target, skipped)
-    tokens = wanted if isinstance(wanted, int) else ranking.order.size
-    if wanted == "auto":
-        tokens = _best_head(target, manifest, ranking, by_size, passes)
-    if tokens < ranking.order.size:
-        trim_own_draft(target, ranking.kept(tokens))
-    with as_bundle(target, manifest, _draft_graph(target)) as draft:
-        on_target, on_draft = BundleTimer().time_passes([target, draft], (1,), _ROUNDS)
-    progress(_STAGE, 1.0)
-    agreement = float(by_size[tokens])
-    expected = tokens_per_second(agreement, on_draft[1], _rescaled(passes, on_target[1]))
-    skips = tuple(map(str, sorted(skipped)))
-    return LayerSkipReport(skips, tokens, agreement, 1e3 * on_draft[1], 1e3 * on_target[1], expected)
-
-
-def _agreement_on(target: Path, manifest: Manifest, texts: Sequence[TokenArray], markers: Markers) -> SkipAgreement:
-    starts = [answer_start(each, markers) for each in texts]
-    return SkipAgreement(target, manifest.architecture, texts, starts, _MAX_POSITIONS)
-
-
-def _agreement_by_size(held_out: SkipAgreement, skipped: Collection[SubLayer], ranking: TokenRanking) -> Agreement:
-    """Measure a draft by the size of its head.
-
-    `held_out` has a session that maps the weights, and should end with the measurement.
-    """
-    preferred = iter(held_out.preferred)
-    pairs = ((np.array([*islice(preferred, len(logits))]), logits) for logits in held_out.logits(skipped))
-    return count_agreement(pairs, ranking)
-
-
-def _search(
-    agreement: SkipAgreement,
-    target: Mapping[int, float],
-    saved: Mapping[SubLayer, float],
-    max_seconds: float,
-    progress: Progress,
-) -> frozenset[SubLayer]:
-    """Search for the sub-layers to skip.
-
-    `agreement` has a session as large as the model, which should end with the search.
-    """
+    markers = read_markers(target)
+    starts = [answer_start(each, markers) for each in text.calibration]
+    agreement = SkipAgreement(target, manifest.architecture, text.calibration, starts, _MAX_POSITIONS).agreement
     started = time.monotonic()
-    return search_skips(
-        agreement.agreement,
-        target,
+    skipped = search_skips(
+        agreement,
+        passes,
         saved,
         deadline=started + max_seconds,
         progress=lambda: progress(_STAGE, 0.1 + 0.7 * min(1.0, (time.monotonic() - started) / max_seconds)),
     )
+    del agreement  # its session is as large as the model
+    progress(_STAGE, 0.8)
+    write_layer_skip_draft(target, skipped)
+    tokens = wanted if isinstance(wanted, int) else ranking.order.size
+    if wanted == "auto":
+        held_out = SkipAgreement(target, manifest.architecture, text.held_out, held_out_starts, _MAX_POSITIONS)
+        preferred = iter(held_out.preferred)
+        pairs = ((np.array([*islice(preferred, len(logits))]), logits) for logits in held_out.logits(skipped))
+        tokens = _fastest_head(target, manifest, ranking, count_agreement(pairs, ranking), passes)
+    if tokens < ranking.order.size:
+        trim_own_draft(target, ranking.kept(tokens))
+    progress(_STAGE, 1.0)
+    return tuple(map(str, sorted(skipped))), tokens
 
 
 def _sub_layer_times(
@@ -281,26 +228,19 @@ def _sub_layer_times(
         sizes = [all_bytes - external_bytes(without(whole, (each,))) for each in kind]
         seconds = max(0.0, on_target[1] - times[1])
         saved |= {each: seconds * size / sum(sizes) for each, size in zip(kind, sizes, strict=True)}
-    return _rescaled(by_width, on_target[1]), saved
+    # Rescaled to the state of the machine in which the sub-layers were timed.
+    return {width: each * on_target[1] / by_width[1] for width, each in by_width.items()}, saved
 
 
-def _rescaled(by_width: Mapping[int, float], seconds: float) -> dict[int, float]:
-    """Seconds by width, rescaled to a machine state in which a pass over one token takes `seconds`."""
-    return {width: each * seconds / by_width[1] for width, each in by_width.items()}
-
-
-def _best_head(
+def _fastest_head(
     target: Path, manifest: Manifest, ranking: TokenRanking, agreement: Agreement, passes: Mapping[int, float]
 ) -> int:
     """The fastest size of the draft's head."""
+    draft = onnx.load(target / DRAFT_GRAPH_NAME, load_external_data=False)
     trimmed = trimmed_own_draft(target, ranking.kept(ranking.min_tokens))
     with (
-        as_bundle(target, manifest, _draft_graph(target)) as whole,
+        as_bundle(target, manifest, draft) as whole,
         as_bundle(target, manifest, trimmed.model(in_place)) as smallest,
     ):
         on_whole, on_smallest = BundleTimer().time_passes([whole, smallest], (1,), _ROUNDS)
     return best_size(ranking, agreement, passes, on_whole[1], on_smallest[1])
-
-
-def _draft_graph(target: Path) -> ModelProto:
-    return onnx.load(target / DRAFT_GRAPH_NAME, load_external_data=False)

@@ -92,22 +92,23 @@ def make_draft(
     """
     note, coverage = "", None
     if request.source is None:
-        own = adopt_layer_skip_draft(folder, recipe.draft_tokens, text, progress)
-        made_of = f"the model without {', '.join(own.skips)}"
-        kept = None if recipe.draft_tokens in (None, "all") else own.tokens
-        if own.tokens_per_second <= own.plain_tokens_per_second:
-            note = (
-                f"the draft does not pay on this machine: {own.tokens_per_second:.0f} tokens per second are expected "
-                f"with it, {own.plain_tokens_per_second:.0f} without; it is used only on machines where it pays"
-            )
+        skips, tokens = adopt_layer_skip_draft(folder, recipe.draft_tokens, text, progress)
+        made_of = f"the model without {', '.join(skips)}"
+        kept = None if recipe.draft_tokens in (None, "all") else tokens
     else:
         made_of = request.source.resolve().name
         _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe)
         kept, coverage = adopt_draft(folder, recipe.draft_tokens, text, progress)
     try:
-        return DraftFigures(made_of, measure_draft_benefit(folder, text.held_out), kept, coverage), note
+        benefit = measure_draft_benefit(folder, text.held_out)
     except EdgeError:
-        return None, note
+        return None, ""
+    if request.source is None and benefit.speculative_seconds >= benefit.plain_seconds:
+        note = (
+            f"the draft does not pay on this machine: {1 / benefit.speculative_seconds:.0f} tokens per second are "
+            f"expected with it, {1 / benefit.plain_seconds:.0f} without; it is used only on machines where it pays"
+        )
+    return DraftFigures(made_of, benefit, kept, coverage), note
 
 
 def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe) -> None:

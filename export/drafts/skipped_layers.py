@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,13 +45,11 @@ _PLAIN_JOIN: Final = ".residual"
 """Suffix of the name of an `Add` that does so without a norm."""
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-_MAX_TEXT_TOKENS: Final = 1024
-"""Number of tokens of text on which choices are measured, and of other text on which the result is."""
 _GATES: Final = "gates"
 _MAX_WIDTH: Final = 32
 """Largest number of positions of a pass, whose logits are in memory at a time."""
 _MAX_SLOTS: Final = 1024
-"""Largest number of slots of a cache that several texts share."""
+"""Largest number of slots of the cache that all texts share, with the slots of a pass."""
 _MASKED: Final = np.float32(-1e9)
 
 
@@ -198,29 +196,16 @@ def join_of(node: NodeProto) -> str:
     return node.name.removesuffix(_PLAIN_JOIN) if node.op_type == "Add" and node.name.endswith(_PLAIN_JOIN) else ""
 
 
-class _TextGroup(NamedTuple):
-    """Texts that the target has read into one cache, one after the other; none attends to another.
-
-    Positions are slots, since rotary attention does not depend on where a text begins.
-    """
-
-    tokens: TokenArray
-    """Token ids of all texts, int64 [n]."""
-    starts: Int64Array
-    """Slot at which the text of each token begins, int64 [n]."""
-    measured: Int64Array
-    """Slots of the positions that are measured, int64 [m]."""
-    cache: list[tuple[str, str, npt.NDArray[Any]]]
-    """Names of past and present, and the KV buffer, of each cache, as in `ContractSession.buffers`."""
-
-
 class SkipAgreement:
     """Measures the agreement of choices of skipped sub-layers on texts.
+
+    The texts lie one after the other in one cache, and none attends to another. Positions are slots, since rotary
+    attention does not depend on where a text begins.
 
     Args:
         bundle: The target's bundle.
         architecture: Its numbers.
-        texts: Token ids, int64 [n] each, at least 2; what exceeds the context is left out.
+        texts: Token ids, int64 [n] each; what exceeds the context or `_MAX_SLOTS` is left out.
         starts: For each text, the index of the first token that a draft would predict.
         max_positions: Largest number of positions to measure, spread evenly.
 
@@ -239,20 +224,25 @@ class SkipAgreement:
     ) -> None:
         self.sub_layers: Final = inner_sub_layers(architecture.layers)
         """Sub-layers that may be skipped."""
-        model = onnx.load(bundle / GRAPH_NAME, load_external_data=False)
-        self._session = ContractSession(bundle, 1, gated(model, self.sub_layers))
         self._width = min(_MAX_WIDTH, max(1, architecture.context // 4))
         room = min(architecture.context, _MAX_SLOTS) - self._width
-        fitting = [text[:room] for text in texts]
-        positions = _spread_positions(fitting, starts, max_positions)
-        if not sum(map(len, positions)):
+        bounds = np.cumsum([0, *map(len, texts)])
+        self._tokens = np.concatenate(texts)[:room]
+        self._begins = np.repeat(bounds[:-1], np.diff(bounds))[:room]
+        """Slot at which the text of each token begins, int64 [n]."""
+        answers = (
+            np.arange(begin + max(start - 1, 1), min(end, room) - 1)
+            for begin, end, start in zip(bounds, bounds[1:], starts, strict=False)
+        )
+        predicted = np.concatenate([*answers])
+        if not predicted.size:
             raise InputError("the texts have no answer to measure a draft on", "give longer ones")
-        lengths = [len(text) if some.size else 0 for text, some in zip(fitting, positions, strict=True)]
-        self._groups = [
-            self._group([fitting[each] for each in group], [positions[each] for each in group])
-            for group in _grouped(lengths, room)
-        ]
-        self.preferred: Final = np.concatenate([self._read(group) for group in self._groups])
+        spread = np.linspace(0, predicted.size - 1, min(max_positions, predicted.size))
+        self._measured = predicted[np.unique(spread.round().astype(np.int64))]
+        """Slots of the positions that are measured, int64 [m]."""
+        model = gated(onnx.load(bundle / GRAPH_NAME, load_external_data=False), self.sub_layers)
+        self._session = ContractSession(bundle, self._tokens.size + self._width, model)
+        self.preferred: Final = self._read()
         """The target's likeliest next token at each measured position, int64 [m]."""
 
     def agreement(self, skipped: Collection[SubLayer]) -> float:
@@ -263,45 +253,26 @@ class SkipAgreement:
     def logits(self, skipped: Collection[SubLayer]) -> Iterator[Float32Array]:
         """The draft's logits at the measured positions, float32 [m, vocabulary], some positions at a time."""
         gates = np.array([each not in skipped for each in self.sub_layers], np.float32)
-        for group in self._groups:
-            self._session.buffers = group.cache
-            self._session.length = group.tokens.size
-            slots = np.arange(group.tokens.size)
-            for first in range(0, group.measured.size, self._width):
-                positions = group.measured[first : first + self._width]
-                before = (slots >= group.starts[positions, None]) & (slots < positions[:, None])
-                bias = _bias(np.concatenate([before, np.eye(positions.size, dtype=np.bool_)], axis=1))
-                every = np.arange(positions.size)
-                yield self._session.run(group.tokens[positions], positions, bias, every, {_GATES: gates})
+        slots = np.arange(self._tokens.size)
+        for first in range(0, self._measured.size, self._width):
+            positions = self._measured[first : first + self._width]
+            before = (slots >= self._begins[positions, None]) & (slots < positions[:, None])
+            bias = _bias(np.concatenate([before, np.eye(positions.size, dtype=np.bool_)], axis=1))
+            every = np.arange(positions.size)
+            yield self._session.run(self._tokens[positions], positions, bias, every, {_GATES: gates})
 
-    def _read(self, group: _TextGroup) -> Int64Array:
-        """Run the whole target on some texts; returns its preferred tokens at the measured positions."""
+    def _read(self) -> Int64Array:
+        """Run the whole target on the texts; returns its preferred tokens at the measured positions."""
         gates = np.ones(len(self.sub_layers), np.float32)
         preferred = []
-        self._session.buffers = group.cache
-        for start in range(0, group.tokens.size, self._width):
-            positions = np.arange(start, min(start + self._width, group.tokens.size))
+        for start in range(0, self._tokens.size, self._width):
+            positions = np.arange(start, min(start + self._width, self._tokens.size))
             slots = np.arange(positions[-1] + 1)
-            bias = _bias((slots >= group.starts[positions, None]) & (slots <= positions[:, None]))
-            self._session.length = start
-            wanted = group.measured[np.isin(group.measured, positions)] - start
-            logits = self._session.run(group.tokens[positions], positions, bias, wanted, {_GATES: gates})
+            bias = _bias((slots >= self._begins[positions, None]) & (slots <= positions[:, None]))
+            wanted = self._measured[np.isin(self._measured, positions)] - start
+            logits = self._session.run(self._tokens[positions], positions, bias, wanted, {_GATES: gates})
             preferred.append(logits.argmax(axis=1))
         return np.concatenate(preferred)
-
-    def _group(self, texts: Sequence[TokenArray], positions: Sequence[Int64Array]) -> _TextGroup:
-        """Texts with a cache of their own that is not filled yet."""
-        starts = np.cumsum([0, *map(len, texts)])
-        cache = [
-            (past, present, np.zeros((*one.shape[:2], starts[-1] + self._width, one.shape[3]), one.dtype))
-            for past, present, one in self._session.buffers
-        ]
-        return _TextGroup(
-            tokens=np.concatenate(texts),
-            starts=np.repeat(starts[:-1], [len(text) for text in texts]),
-            measured=np.concatenate([start + some for start, some in zip(starts[:-1], positions, strict=True)]),
-            cache=cache,
-        )
 
 
 def gated(model: ModelProto, sub_layers: Sequence[SubLayer]) -> ModelProto:
@@ -326,46 +297,3 @@ def _bias(attended: npt.NDArray[np.bool_]) -> Float32Array:
     """Attention bias for a mask of attended slots."""
     bias: Float32Array = np.where(attended, np.float32(0), _MASKED)
     return bias
-
-
-def _grouped(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of texts in groups of at most `room` tokens; texts of length 0 are left out."""
-    groups: list[list[int]] = []
-    left = 0
-    for number, length in enumerate(lengths):
-        if not length:
-            continue
-        if length > left:
-            groups.append([])
-            left = room
-        groups[-1].append(number)
-        left -= length
-    return groups
-
-
-def _spread_positions(texts: Sequence[TokenArray], starts: Sequence[int], max_positions: int) -> list[Int64Array]:
-    """For each text the positions at which a draft predicts, at most `max_positions` in all, spread evenly."""
-    every = [
-        (number, position)
-        for number, (text, start) in enumerate(zip(texts, starts, strict=True))
-        for position in range(max(start - 1, 1), len(text) - 1)
-    ]
-    chosen = np.unique(np.linspace(0, len(every) - 1, min(max_positions, len(every))).round().astype(np.int64))
-    found = np.array(every, np.int64).reshape(-1, 2)[chosen]
-    return [found[found[:, 0] == number, 1] for number in range(len(texts))]
-
-
-def beginning_of(texts: Sequence[TokenArray]) -> list[TokenArray]:
-    """The first texts, of at most `_MAX_TEXT_TOKENS` tokens in all.
-
-    Raises:
-        InputError: No text is given.
-    """
-    found: list[TokenArray] = []
-    for text in texts:
-        left = _MAX_TEXT_TOKENS - sum(map(len, found))
-        if left > 1 and len(text) > 1:
-            found.append(text[:left])
-    if not found:
-        raise InputError("no text to measure a draft on", "give a text with --calibration")
-    return found

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors import safe_open  # noqa: E402
 
-from edgerun.export.draft_training.optimizer import OptimizerKind, Schedule, TrainOptions  # noqa: E402
+from edgerun.export.draft_training.optimizer import Schedule, TrainOptions  # noqa: E402
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import LEAD, BatchStream, cut_by_cost  # noqa: E402
 from edgerun.export.draft_training.training_loop import (  # noqa: E402
@@ -102,11 +102,10 @@ def run(codec: ChatCodec, model: CausalLM, out: Path, steps: int, **more: object
     train(task, options, out)
 
 
-@pytest.mark.parametrize("optimizer", list(OptimizerKind))
-def test_loss_falls(codec: ChatCodec, tmp_path: Path, optimizer: OptimizerKind) -> None:
+def test_loss_falls(codec: ChatCodec, tmp_path: Path) -> None:
     model = tiny_model(codec)
     before = validate(model, codec, toy_pairs())["loss"]
-    run(codec, model, tmp_path, steps=30, optimizer=optimizer)
+    run(codec, model, tmp_path, steps=30)
     history = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))["history"]
     assert history[-1]["loss"] < 0.8 * before
 

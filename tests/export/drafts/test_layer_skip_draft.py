@@ -29,14 +29,8 @@ from edgerun.export.drafts.skipped_layers import (
 from edgerun.export.recipe import DraftTokens
 from edgerun.models.bundle import open_bundle
 from edgerun.models.manifest import Architecture
-from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
-from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.session import GraphSession as RuntimeSession
-from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.measure.bundle_timing import BundleTimer
-from edgerun.runtime.measure.draft_benefit import count_agreement
-from edgerun.runtime.speculation.draft_loading import DraftTarget, load_layer_skip_draft
 from edgerun.runtime.text.turn_markers import TokenArray
 from support.tiny_models import exported, tiny_config, tiny_weights, write_bundle, write_checkpoint, write_weights
 
@@ -189,25 +183,15 @@ def test_a_draft_is_chosen_measured_and_added_to_the_bundle(vocabulary: DraftTok
     before = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     held_out = texts(seed=2)
     text = CalibrationText(tuple(texts(seed=1)), tuple(held_out), "random")
-    report = adopt_layer_skip_draft(bundle, vocabulary, text, silent, max_seconds=20)
+    skips, tokens = adopt_layer_skip_draft(bundle, vocabulary, text, silent, max_seconds=20)
     after = {path.name: path.read_bytes() for path in bundle.iterdir() if path.name != "edge.json"}
     assert {name: after[name] for name in before} == before
-    assert after.keys() - before.keys() == {"draft.onnx"} | ({"d2t.npy"} if report.tokens < 300 else set())
+    assert after.keys() - before.keys() == {"draft.onnx"} | ({"d2t.npy"} if tokens < 300 else set())
     opened = open_bundle(bundle)
-    assert opened.manifest.draft.skips == report.skips
-    assert 0 < len(report.skips) <= 6
-    assert report.step_ms < report.target_ms
+    assert opened.manifest.draft.skips == skips
+    assert 0 < len(skips) <= 6
     if vocabulary != "auto":
-        assert report.tokens == (vocabulary or 300)
-    # The reported agreement is the one that the runtime measures.
-    config = SessionConfig(choose_device("cpu"), 1)
-    target = RuntimeSession(bundle / "model.onnx", config)
-    pair = find_draft(opened)
-    assert pair is not None
-    draft = load_layer_skip_draft(pair, config, DraftTarget(opened, target.graph_io, 100, cache=False))()
-    bound = target.bind(target.arena(100))
-    same = sum(count_agreement(bound, draft, text[:-1].tolist(), 1) for text in held_out)
-    assert same / sum(len(text) - 2 for text in held_out) == pytest.approx(report.agreement, abs=0.08)
+        assert tokens == (vocabulary or 300)
 
 
 @pytest.mark.usefixtures("known_times")
