@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -17,6 +17,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types import Completion
+from pydantic import BaseModel
 
 LIMIT_S = 120
 DRIVER = Path(__file__).with_name("openai_driver.mjs")
@@ -99,12 +100,24 @@ def _described(error: openai.APIStatusError) -> dict[str, Any]:
 
 
 def _read(value: Any) -> dict[str, Any]:
-    """The fields of an object, which has all that its type requires."""
+    """The fields of an object, which has all that its type requires, and none that it does not know."""
     fields: dict[str, Any] = value.to_dict(mode="json")
+    assert list(unknown_fields(value)) == []
     # OpenAI's API streams text completions with a finish reason that is null until the end; the type does not know it.
     if not (isinstance(value, Completion) and value.choices and value.choices[0].finish_reason is None):
         type(value).model_validate(fields)
     return fields
+
+
+def unknown_fields(value: Any) -> Iterator[str]:
+    """Names of the fields, at any depth, that the client's types do not have."""
+    if isinstance(value, BaseModel):
+        yield from value.model_extra or ()
+        for each in value.__dict__.values():
+            yield from unknown_fields(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from unknown_fields(each)
 
 
 def require_npm_package() -> Path:

@@ -211,8 +211,11 @@ def _completions(engine: Engine) -> list[Request]:
     prompts = ["the tone of the", "another one"]
     ids = [engine.tokenizer.encode(prompt, add_special_tokens=True) for prompt in prompts]
     continued = [engine.generate(prompt, raw=True, **_GREEDY) for prompt in prompts]
-    several = {**_SAMPLED, "max_tokens": 12, "n": 2, "logprobs": 2}
-    sampled = engine.generate(prompts[0], GenerateOptions(raw=True, **several))
+    several = {**_SAMPLED, "max_tokens": 12, "n": 2}
+    sampled, with_logprobs = (
+        [engine.generate(prompt, GenerateOptions(raw=True, logprobs=logprobs, **several)) for prompt in prompts]
+        for logprobs in (None, 2)
+    )
 
     def completion(name: str, prompt: Any, replies: list[Reply], **fields: Any) -> Request:
         arguments = {"model": CHAT, "prompt": prompt, **_GREEDY, **fields}
@@ -226,11 +229,12 @@ def _completions(engine: Engine) -> list[Request]:
         completion(
             "completion: lists of token ids, streamed",
             ids,
-            continued,
+            sampled,
+            **several,
             stream=True,
             stream_options={"include_usage": True},
         ),
-        completion("completion: logprobs", prompts[0], [sampled], **several),
+        completion("completion: logprobs", prompts, with_logprobs, **several, logprobs=2),
     ]
 
 

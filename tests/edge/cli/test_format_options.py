@@ -47,10 +47,8 @@ def test_an_answer_follows_each_option(tiny_bundle: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--regex", "(a"), "unclosed group"),
         (("--regex", "a", "--choice", "b"), "--regex and --choice are both given"),
         (("--json-schema", "missing.json"), "missing.json"),
-        (("--regex", "a", "--ignore-eos"), "ignore_eos"),
         (("--grammar-aligned", "3"), "without response_format"),
     ],
 )

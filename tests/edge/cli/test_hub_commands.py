@@ -20,7 +20,6 @@ from edgerun.edge.cli.main import main
 from support.commands import Capture, Patch, fails, json_of, output_of
 from support.hub_fixture import own_hub
 from support.hub_server import HubServer, files_of, sha256
-from support.layouts import LAYOUTS, write_layout
 from support.processes import EDGE_RUN, started
 
 NOWHERE = "is neither a model on the hub nor a file or folder on this machine"
@@ -56,18 +55,6 @@ def test_a_model_on_the_hub_answers(hub: HubServer, tiny_bundle: Path, capsys: C
     assert run(["org/tiny", *answer_options, "--offline"], capsys) == expected
     assert json_of(capsys, "inspect", "org/js", "--json")["layers"] == 2
     assert "onnx/model_q4f16.onnx" not in hub.bodies()
-
-
-@pytest.mark.parametrize("layout", ["community-external-many", "optimum-two-decoders"])
-def test_foreign_exports_answer_alike_from_the_hub_and_from_a_folder(
-    hub: HubServer, tmp_path: Path, capsys: Capture, layout: str
-) -> None:
-    folder = write_layout(tmp_path / layout, LAYOUTS[layout])
-    hub.repo("org/foreign", files_of(folder))
-    answer_options = ["-p", "ab", "-n", "12", "--raw", "--spec", "off"]
-    expected = run([str(folder), *answer_options], capsys)
-    assert expected[0] == 0
-    assert run(["org/foreign", *answer_options], capsys) == expected
 
 
 def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: Capture) -> None:

@@ -135,19 +135,3 @@ def test_several_answers_as_json(tiny_bundle: Path, alone: list[edgerun.Reply], 
     assert [each["seed"] for each in candidates] == list(range(7, 13))
     assert [each["mean_logprob"] for each in candidates if each["choice"] == 0] == [first["mean_logprob"]]
     assert found["best_of"]["stopped"] == sum(each["finish_reason"] is None for each in candidates)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--n", "0"], "n is 0; it must be between 1 and 128"),
-        (["--n", "-3"], "n is -3; it must be between 1 and 128"),
-        (["--n", "200"], "n is 200; it must be between 1 and 128"),
-        (["--best-of", "0"], "best_of is 0; it must be between 1 (n) and 128"),
-        (["--n", "3", "--best-of", "2"], "best_of is 2; it must be between 3 (n) and 128"),
-        (["--best-of", "3", "--early-stop", "0.1"], "early_stop is 0.1; it must be between 0.5 and 1"),
-    ],
-    ids=" ".join,
-)
-def test_impossible_numbers_of_answers(tiny_bundle: Path, arguments: list[str], message: str, capsys: Capture) -> None:
-    assert message in fails(capsys, tiny_bundle, "-p", PROMPT, *arguments)

@@ -8,11 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import edgerun
-from edgerun import InputError
 from edgerun.models import graph_files
 from support.commands import Capture, Patch, fails, json_of, output_of, standard_input
 from support.tiny_models import write_checkpoint
@@ -89,17 +87,6 @@ def test_a_huge_file_of_a_model_is_refused_by_its_size(
     replace_by_sparse_file(folder / name, 8 << 30)
     err = fails(capsys, folder, "-p", "a")
     assert f"{name} cannot be read: it has 8589934592 bytes" in err
-
-
-def test_a_saved_conversation_that_inflates_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chat.kv"
-    with path.open("wb") as file:
-        np.savez_compressed(file, about=np.zeros(100 << 20, np.uint8))
-    with (
-        edgerun.load(tiny_bundle) as engine,
-        pytest.raises(InputError, match=r"chat.kv cannot be read: its contents have \d+ bytes"),
-    ):
-        engine.session(resume=path)
 
 
 def test_a_folder_with_very_many_files_is_searched_for_a_graph_above_them_only(

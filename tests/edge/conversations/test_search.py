@@ -87,22 +87,6 @@ def test_a_snippet_has_no_marks_of_markdown(store: ConversationStore) -> None:
         assert [hit.snippet for hit in store.search(query, limit=1)] == [snippet]
 
 
-def test_what_changed_is_found_as_it_is_now(store: ConversationStore) -> None:
-    conversation = store.create(title="t")
-    message = store.add_message(conversation.id, None, "user", "before")
-    assert len(store.search("before")) == 1
-    store.rewrite(message.id, "afterwards")
-    assert (found(store, "before"), found(store, "afterwards")) == ([], ["afterwards"])
-    store.delete_message(message.id)
-    assert store.search("afterwards") == []
-    store.restore_message(message.id)
-    assert found(store, "afterwards") == ["afterwards"]
-    store.delete(conversation.id)
-    assert store.search("afterwards") == []
-    store.restore(conversation.id)
-    assert found(store, "afterwards") == ["afterwards"]
-
-
 @given(query=st.text() | st.text("\"*()^:{}+-NEARORANDT '\\%_\0", max_size=30))
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_query_finds_the_text_that_contains_it(store: ConversationStore, query: str) -> None:

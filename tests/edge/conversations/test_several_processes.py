@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from edgerun.edge.conversations.store import ConversationStore
-from edgerun.errors import ConversationError
 from support.conversation_writers import writing_process
 
 WINDOWS_RULES = sys.platform == "win32" or "EDGERUN_WINDOWS_FILES" in os.environ
@@ -52,21 +51,6 @@ def test_no_message_of_several_processes_is_lost(store: ConversationStore, proce
     assert len(store.search("writer0", limit=10_000)) == messages
     assert store.database.changed_elsewhere()
     assert not store.database.changed_elsewhere()
-
-
-def test_two_windows_see_what_the_other_writes(store: ConversationStore) -> None:
-    with ConversationStore(store.database.path, pytest.fail) as other:
-        store.database.changed_elsewhere()
-        conversation = other.create(title="theirs")
-        assert store.database.changed_elsewhere()
-        assert not store.database.changed_elsewhere()
-        assert store.conversations() == [conversation]
-        message = store.add_message(conversation.id, None, "user", "mine")
-        assert not store.database.changed_elsewhere()
-        assert other.database.changed_elsewhere()
-        other.delete_message(message.id)
-        with pytest.raises(ConversationError, match="is deleted"):
-            store.rewrite(message.id, "x")
 
 
 def test_threads_share_a_store(store: ConversationStore) -> None:

@@ -65,23 +65,26 @@ def test_an_answer_continues_the_last_message(tiny_app: Starlette, tiny_bundle: 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0]")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [  # of llama.cpp's page, Ollama, the AI SDK and LangChain
-        {"timings_per_token": True, "return_progress": True, "reasoning_format": "auto", "max_tokens": -1},
-        {"cache_prompt": True, "id_slot": -1, "slot_id": 0, "keep_alive": "30m", "num_ctx": 256},
-        {"reasoning_effort": "medium", "verbosity": "medium", "store": True, "user": "u", "metadata": {"a": "b"}},
-        {"stream_options": {"include_usage": True, "include_obfuscation": True}, "parallel_tool_calls": True},
-    ],
-)
-def test_what_clients_send_besides_is_accepted(tiny_app: Starlette, fields: dict[str, object]) -> None:
-    def text(body: dict[str, object]) -> str:
-        response = asked(tiny_app, "POST", CHAT, json={**chat_body(temperature=0, stream=True), **body})
-        assert response.status_code == 200, response.text
-        chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-        return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-
-    assert text(fields) == text({}) != ""
+def test_the_best_answers_come_first_and_the_others_are_counted(tiny_app: Starlette, tiny_bundle: Path) -> None:
+    body = {"prompt": "the ", "n": 2, "best_of": 5, "seed": 5, "temperature": 2, "max_tokens": 5, "exact": True}
+    options: dict[str, Any] = {"raw": True, "temperature": 2.0, "max_tokens": 5, "exact": True, "logprobs": 0}
+    with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
+        replies = [engine.generate("the ", seed=seed, **options) for seed in range(5, 10)]
+    best = sorted(replies, key=lambda reply: -(reply.stats.mean_logprob or 0))[:2]
+    found = asked(tiny_app, "POST", "/v1/completions", json=body).json()
+    assert [choice["text"] for choice in found["choices"]] == [reply.text for reply in best]
+    returned, generated = (sum(reply.stats.completion_tokens for reply in each) for each in (best, replies))
+    assert returned < found["usage"]["completion_tokens"] <= generated
+    assert found["usage"]["prompt_tokens"] == best[0].stats.prompt_tokens
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    lines = asked(tiny_app, "POST", "/v1/completions", json=streamed).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    texts = ["", ""]
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] += choice["text"]
+    assert texts == [reply.text for reply in best]
+    usages = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert usages == [found["usage"]["completion_tokens"]]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
