@@ -248,10 +248,7 @@ def test_a_flipped_bit_in_a_saved_conversation_raises_at_most_an_input_error(eng
                 engine.session(resume=tmp_path / "chat").close()
 
 
-def test_history_stores_the_new_tokens_of_every_answer(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+def test_history_stores_the_new_tokens_of_every_answer(tiny_bundle: Path, cache: Path) -> None:
     with edgerun.load(tiny_bundle, history=True) as engine, engine.session() as chat:
         new = []
         for text in ("the other " * 10, "again"):

@@ -27,9 +27,8 @@ OPTIONS = GenerateOptions(max_tokens=40, speculation=Speculation.parse("history"
 
 
 @pytest.fixture
-def bundle(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bundle(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
     """The tiny model, with a cache of its own that says that wide passes cost nothing, so that drafting pays."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(idle_thread, "_IDLE_S", 0.01)
     monkeypatch.setattr(pool, "_INDEX_REST", 0)
     config = SessionConfig(choose_device("cpu"), 1)

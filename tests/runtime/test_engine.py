@@ -150,9 +150,8 @@ def test_an_unknown_device_is_refused_with_a_list_of_devices(tiny_bundle: Path) 
 
 
 def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     # What other programs disturb would be measured again by the next engine.
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
     monkeypatch.setattr(pass_timing, "time_pass", lambda _bound, width: 0.001 + 0.0001 * width)
@@ -178,9 +177,8 @@ def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_what_is_learned_from_conversations_is_for_the_user_alone(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, cache: Path
 ) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
 
     def shared_paths() -> set[str]:
         """What other users could read below a folder of the cache, and these folders."""

@@ -28,9 +28,8 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.prefill import prefill
 from edgerun.runtime.result import StatsRecorder
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.verification import NearTies
-from support.adversarial_drafters import FixedCost, adversaries, eager
+from support.adversarial_drafters import adversaries, eager
 from support.hybrid_graphs import HYBRIDS, write_hybrid
 from support.tiny_models import GRANITE_EXPERTS, HYBRID_FAMILIES, write_bundle, write_checkpoint
 
@@ -96,21 +95,6 @@ def test_adversarial_chains_do_not_change_the_text(bundle: Path, exact: bool) ->
     for name in adversaries([1], 300, 0):
         assert tokens_of(name, [*prompt, *plain]) == plain
     assert {sum(replayed) == 0} == cuts_anywhere
-
-
-def test_a_draft_model_drafts_chains(bundle: Path, tmp_path: Path) -> None:
-    """The target itself, as a model with attention alone, is not at hand, so most draft tokens are rejected."""
-    device, outputs, drafted = SessionConfig(choose_device("cpu"), 1), [], 0
-    graph = GraphSession(bundle / "model.onnx", device)
-    other = GraphSession(write_bundle(tmp_path, "llama") / "model.onnx", device)
-    model = DraftModel(other.bind(other.arena(256)), FixedCost({0: {1: 1e-9, 2: 1e-9}}), 300)
-    for speculator in (None, eager(model, trees=False)):
-        sampler = Sampler(SamplingParams(), 300)
-        steps = list(decode(graph.bind(graph.arena(256)), [7, 8, 9], sampler, DecodeLimits(40), speculator))
-        outputs.append([token for step in steps for token in step.tokens])
-        drafted += sum(sum(step.round.drafted) for step in steps if step.round is not None)
-    assert outputs[0] == outputs[1]
-    assert drafted > 20
 
 
 @pytest.mark.parametrize(

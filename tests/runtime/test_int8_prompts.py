@@ -49,11 +49,10 @@ FAMILIES = pytest.mark.parametrize("bundle", ["llama", "lfm2", "qwen3_5_text", "
 def bundle(
     request: pytest.FixtureRequest,
     tiny_bundle_of: Callable[[str, str], Path],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
 ) -> Path:
     """An int4 model with a cache folder of its own, as if it were not small."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
     return tiny_bundle_of(getattr(request, "param", "llama"), "int4")
 

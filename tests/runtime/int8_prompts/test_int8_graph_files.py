@@ -37,10 +37,7 @@ CPU = SessionConfig(choose_device("cpu"), 1)
 PROMPT = [int(each) for each in np.random.default_rng(5).integers(5, 300, 100)]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "prompt-int8"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +161,7 @@ def test_weights_are_copied_where_files_cannot_have_two_names(int4: Path, monkey
 
 def test_an_int8_graph_is_made_once_and_only_if_asked_for(int4: Path, cache: Path) -> None:
     assert int8_path_of(int4, make=False) is None
-    assert not cache.exists()
+    assert not (cache / "prompt-int8").exists()
     stages: list[float] = []
     int8_path = int8_path_of(int4, progress=lambda _, fraction: stages.append(fraction))
     assert stages[0] == 0.0
@@ -222,7 +219,7 @@ def test_a_failure_while_it_is_made_leaves_nothing_behind(
     monkeypatch.setattr(int8_graph_files.PackedWeightsWriter, "add", fail)
     assert int8_path_of(int4) is None
     assert len(caplog.records) == 1
-    assert not list(cache.iterdir())
+    assert not list((cache / "prompt-int8").iterdir())
 
 
 def test_a_progress_function_can_abandon_the_work(int4: Path, cache: Path) -> None:
@@ -232,7 +229,7 @@ def test_a_progress_function_can_abandon_the_work(int4: Path, cache: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         int8_path_of(int4, progress=abandon)
-    assert not list(cache.iterdir())
+    assert not list((cache / "prompt-int8").iterdir())
 
 
 def test_what_has_no_quantized_products_has_no_int8_graph(

@@ -104,9 +104,7 @@ def analysed(bundle: Path) -> tuple[GraphEditor, Int8Products, dict[str, InputSa
     return editor, found, sample_inputs(GraphEditor(opened.graph), opened.graph, opened, CPU, channels)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_factors_make_up_for_outliers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

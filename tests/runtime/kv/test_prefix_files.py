@@ -29,10 +29,7 @@ QUESTIONS = ("in the", "there", "and one of the others")
 TENSOR_TYPES = (CacheTensorType(np.dtype(np.float32), (1, 1, 0, 2), 2),) * 2
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def loaded(model: Path, **options: object) -> Engine:

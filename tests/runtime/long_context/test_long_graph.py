@@ -52,9 +52,8 @@ def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def bundle(long_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bundle(long_bundle: Path, cache: Path) -> Path:
     """That model with a cache folder of its own."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     return long_bundle
 
 
@@ -243,9 +242,8 @@ def test_verify_tells_how_far_the_graphs_differ(
 
 
 @pytest.fixture
-def unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def unsupported(tmp_path: Path, cache: Path) -> Path:
     """A model whose attention has a softcap."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     return write_bundle(tmp_path / "model", "gemma2", max_position_embeddings=1500, sliding_window=1400)
 
 

@@ -30,9 +30,7 @@ def texts(tiny_bundle: Path) -> list[np.ndarray]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def paired(target: Path, draft: Path, folder: Path) -> Path:

@@ -44,10 +44,7 @@ FOUND = Counterexample("greedy", "oracle tree", 3, 0, 17, 5, 9, 1.5)
 FULL = ExactnessReport(NOISE, COUNTS, COUNTS, COUNTS, COUNTS, FOUND)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "exactness"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def bind(bundle: Path, limit: int = 256) -> BoundSession:

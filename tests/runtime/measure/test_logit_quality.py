@@ -48,10 +48,7 @@ def test_a_graph_compared_with_itself_differs_by_nothing(bundle: Path) -> None:
     assert plain.arena is arena
 
 
-def test_an_int8_graph_differs_by_little_and_other_weights_by_much(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+def test_an_int8_graph_differs_by_little_and_other_weights_by_much(bundle: Path, tmp_path: Path, cache: Path) -> None:
     int8_path = int8_graph_path(open_bundle(bundle), CPU)
     assert int8_path is not None
     with edgerun.load(bundle, threads=1) as engine:

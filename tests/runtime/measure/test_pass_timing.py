@@ -35,12 +35,6 @@ def bound(graph: GraphSession) -> BoundSession:
     return graph.bind(graph.arena(256))
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "pass-cost"
-
-
 @pytest.mark.parametrize("contexts", [None, [100]])
 def test_measuring_leaves_committed_slots_unchanged(bound: BoundSession, contexts: list[int] | None) -> None:
     bound.forward(list(range(20, 50)))
@@ -64,7 +58,7 @@ def test_fixed_widths_are_measured_as_they_are(tmp_path: Path, cache: Path) -> N
     cost = load_or_measure_pass_cost(bundle, CONFIG, bound)
     # The graph for prefill gives the logits of one position, so it verifies nothing.
     assert cost.stairs == tuple(cost.measured[512]) == (1, 3)
-    assert [path.name for path in cache.iterdir()] == [PASS_COSTS.file(model_key(bundle, CONFIG)).name]
+    assert [path.name for path in (cache / "pass-cost").iterdir()] == [PASS_COSTS.file(model_key(bundle, CONFIG)).name]
     again = load_or_measure_pass_cost(bundle, CONFIG, bound)
     assert (again.stairs, again.measurements) == ((1, 3), cost.measurements)
     PASS_COSTS.save(model_key(bundle, CONFIG), PassCost({64: {1: 1.0, 4: 2.0}}, stairs=True))
@@ -88,7 +82,7 @@ def test_pass_cost_is_measured_once_and_stored(tiny_bundle: Path, bound: BoundSe
     bundle = open_bundle(tiny_bundle)
     assert PASS_COSTS.load(model_key(bundle, CONFIG)) is None
     first = load_or_measure_pass_cost(bundle, CONFIG, bound)
-    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    assert [path.suffix for path in (cache / "pass-cost").iterdir()] == [".json"]
     again = load_or_measure_pass_cost(bundle, CONFIG, bound)
     assert again.measured[512] == pytest.approx(first.measured[512])
     assert PASS_COSTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
@@ -120,7 +114,7 @@ def test_pass_cost_is_measured_again_if_its_file_is_damaged(
 ) -> None:
     bundle = open_bundle(tiny_bundle)
     key = model_key(bundle, CONFIG)
-    cache.mkdir(parents=True)
+    (cache / "pass-cost").mkdir(parents=True)
     PASS_COSTS.file(key).write_bytes(content)
     assert PASS_COSTS.load(key) is None
     load_or_measure_pass_cost(bundle, CONFIG, bound)
@@ -152,12 +146,12 @@ def test_an_unwritable_cache_is_not_an_error(
 
 def test_the_oldest_files_are_deleted(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_store, "_MAX_FILES", 2)
-    cache.mkdir(parents=True)
+    (cache / "pass-cost").mkdir(parents=True)
     for age, name in enumerate(("new", "old", "oldest")):
-        (cache / f"{name}.json").write_bytes(b"{}")
-        os.utime(cache / f"{name}.json", (100 - age, 100 - age))
+        (cache / "pass-cost" / f"{name}.json").write_bytes(b"{}")
+        os.utime(cache / "pass-cost" / f"{name}.json", (100 - age, 100 - age))
     file = PASS_COSTS.save(model_key(open_bundle(tiny_bundle), CONFIG), PassCost({0: TIMES}))
-    assert set(cache.iterdir()) == {file, cache / "new.json"}
+    assert set((cache / "pass-cost").iterdir()) == {file, cache / "pass-cost" / "new.json"}
 
 
 class SyntheticMachine:

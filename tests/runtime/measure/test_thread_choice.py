@@ -20,9 +20,8 @@ CONFIG = SessionConfig(choose_device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def eight_cores(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """An idle machine of six performance cores and two others."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(device_choice, "default_threads", lambda: 6)
     monkeypatch.setattr(device_choice, "usable_physical_cores", lambda: 8)
     monkeypatch.setattr(device_choice, "usable_cores", lambda: 8)

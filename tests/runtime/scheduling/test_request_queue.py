@@ -137,25 +137,6 @@ def test_async_methods_give_the_same_text(engine: Engine) -> None:
     assert asyncio.run(both()) == (expected, expected)
 
 
-def test_cancelling_a_task_releases_the_engine(engine: Engine) -> None:
-    async def abandon() -> None:
-        started = asyncio.Event()
-
-        async def consume() -> None:
-            async for _ in engine.astream("the", raw=True, max_tokens=50):
-                started.set()
-                await asyncio.sleep(60)
-
-        task = asyncio.create_task(consume())
-        await started.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(asyncio.wait_for(abandon(), 120))
-    assert engine.generate("the", max_tokens=3).text
-
-
 def test_cancelling_a_waiting_task_does_not_disturb_the_running_answer(single: Engine) -> None:
     expected = single.generate("the", max_tokens=20).text
     running = single.stream("the", max_tokens=20)
@@ -184,18 +165,6 @@ def test_an_answer_inside_an_unfinished_asyncio_stream_follows_it(single: Engine
         assert first.text + "".join([chunk.text async for chunk in stream]) == expected
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
-
-
-def test_an_asyncio_stream_that_is_left_makes_room_for_the_next_answer(engine: Engine) -> None:
-    expected = engine.generate("the", max_tokens=3).text
-
-    async def leave_and_ask_again() -> None:
-        for _ in range(100):
-            async for _ in engine.astream("the", max_tokens=50):
-                break
-            assert (await engine.agenerate("the", max_tokens=3)).text == expected
-
-    asyncio.run(asyncio.wait_for(leave_and_ask_again(), 120))
 
 
 def test_an_asyncio_stream_that_an_error_leaves_makes_room_for_the_next_answer(engine: Engine) -> None:

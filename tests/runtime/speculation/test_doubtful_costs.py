@@ -24,9 +24,8 @@ DRAFTERS = Speculation.parse("suffix,recycle")
 
 
 @pytest.fixture
-def set_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def set_busy(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Callable[[bool], None]:
     """Lets other programs use the processor, or none."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     return lambda busy: monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: busy))
 
 

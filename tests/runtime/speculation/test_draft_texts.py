@@ -204,9 +204,8 @@ def test_paths_that_nobody_drafts_change_nothing(bundle: tuple[Path, str], monke
 
 @pytest.mark.parametrize("target", some_nightly(["lfm2", "llama"], 2))
 def test_export_with_a_draft_that_keeps_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, cache: Path
 ) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     checkpoint, out = write_checkpoint(tmp_path / "checkpoint", target), tmp_path / "bundle"
     draft = write_checkpoint(tmp_path / "draft", "lfm2", tie_word_embeddings=False)
     text, words = tmp_path / "text.txt", np.random.default_rng(0).choice(["the", "sea", "and", "sand"], 1200)

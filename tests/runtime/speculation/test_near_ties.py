@@ -187,9 +187,8 @@ def test_drafting_that_is_always_recomputed_is_disabled(twins: Callable[[WeightF
     assert sum(step.target_passes for step in steps) < 1.25 * len(plain)
 
 
-def test_exact_answers_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_answers_of_an_engine(tmp_path: Path, cache: Path) -> None:
     """An exact answer is that of `Speculation.OFF`, greedy and sampled, and the exactness report is stored."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     bundle = write_bundle(tmp_path, weights=INT8)
     with edgerun.load(bundle) as engine:
         for changes in ({}, {"temperature": 0.9, "seed": 3}, {"repeat_penalty": 1.2}):

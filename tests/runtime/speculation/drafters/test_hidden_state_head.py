@@ -133,8 +133,7 @@ def test_accepted_chains_run_again_with_the_targets_features(eagle: TargetWithHe
         assert_accepted_tokens_run_again(export_with_eagle_head(tmp_path, family=kind, num_key_value_heads=2))
 
 
-def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, cache: Path) -> None:
     bundle = export_with_eagle_head(tmp_path, INT4).bundle
     with edgerun.load(bundle, threads=1, learned=False, prefill="int8") as engine:
         reply = engine.generate(
