@@ -113,6 +113,18 @@ def test_int4_exports_decode(tmp_path: Path, family: str, overrides: Mapping[str
     assert np.corrcoef(logits.ravel(), expected.ravel())[0, 1] > 0.7
 
 
+def test_a_saved_session_that_lacks_a_state_is_refused(bundle: Path, tmp_path: Path) -> None:
+    with edgerun.load(bundle, device="cpu", learned=False, history=False) as engine:
+        with engine.session() as chat:
+            chat.send("in the", max_tokens=4)
+            chat.save(tmp_path / "s.kv")
+        saved = dict(np.load(tmp_path / "s.kv"))
+        for lost in (name for name in saved if name.startswith("rows.")):
+            np.savez(tmp_path / "damaged.npz", **{name: saved[name] for name in saved.keys() - {lost}})
+            with pytest.raises(InputError, match="is damaged"):
+                engine.session(resume=tmp_path / "damaged.npz")
+
+
 GENAI = (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai")
 DRAFT = (ExportRecipe(INT4, draft_layers="auto"), "--draft")
 HYBRID_REFUSALS = (DRAFT, GENAI, (ExportRecipe(INT4, device="gpu"), "--device gpu"))
@@ -245,6 +257,20 @@ def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
         "past_key_values.1.key": [1, 2, 0, 32],
         "past_key_values.2.key": [1, 2, 0, 16],
     }
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "llama"])
+def test_single_steps_and_rewinds_leave_the_logits_of_one_pass(tmp_path: Path, family: str) -> None:
+    graph = GraphSession(write_bundle(tmp_path, family) / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    bound, random, tokens = graph.bind(graph.arena(128)), np.random.default_rng(3), list(range(7, 67))
+    expected = graph.bind(graph.arena(128)).forward(tokens).copy()
+    for turn in range(80):
+        bound.arena.rewind_to(int(random.integers(0, min(bound.arena.length, 59) + 1)))
+        start = bound.arena.length
+        part = tokens[start : start + (1 if turn % 2 else int(random.integers(2, 30)))]
+        logits = bound.forward(part)
+        bound.arena.commit(len(part))
+        np.testing.assert_allclose(logits, expected[start : start + len(part)], atol=2e-4)
 
 
 def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from edgerun.models.find import bundled_folder
 from support import command_worker
-from support.command_worker import CommandWorker, needs_limits
+from support.command_worker import CommandWorker, Outcome, needs_limits
 from support.commands import Patch
 from support.random_damage import Damage, fresh_copy, recompute_digests
 
@@ -158,6 +158,13 @@ def test_good_and_bad_commands_are_told_apart(worker: CommandWorker, tiny_bundle
     refused = worker.run(["--nonsense"])
     assert (refused.code, refused.fault) == (2, "")
     assert worker.run(["nothing", "-p", "a", "--debug"]).fault == "a traceback"
+    for code, err, fault in (
+        (1, "a\n", "1 lines of error"),
+        (2, "edge-run: warning: b\nedge-run: error: a\nb\n", "2 lines of error"),
+        (1, "edge-run: error: not enough memory\n", "too much memory"),
+        (130, "", "exit code 130"),
+    ):
+        assert Outcome((), code, "", err).fault == fault
 
 
 @pytest.mark.nightly

@@ -167,8 +167,12 @@ def test_a_distribution_stays_valid_after_the_next_call() -> None:
     assert (certain.ids.tolist(), certain.probs.tolist()) == ([4], [1.0])
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
+def test_greedy_takes_the_lowest_id_of_a_tie_and_avoids_penalized_tokens() -> None:
     assert Sampler(SamplingParams(), 4).choose(np.array([1, 3, 3, 2], np.float32), 0) == 1
+    sampler = Sampler(SamplingParams(repeat_penalty=2.0), 3)
+    sampler.observe([1])
+    assert sampler.choose(np.array([1.0, 1.5, 0.0], np.float32), 0) == 0
+    assert sampler.choose(np.array([-4.0, -1.5, -3.5], np.float32), 0) == 1
 
 
 def test_a_choice_allocates_no_array_of_vocabulary_size() -> None:

@@ -135,6 +135,14 @@ def test_edited_prompts_and_kept_prefixes_stay_the_targets(drafted: Drafted, ste
             drafted.answer("the other thing in the other"[: 2 * length], options)
 
 
+def test_an_answer_that_is_closed_leaves_valid_caches(drafted: Drafted) -> None:
+    for options in (GREEDY, SAMPLED):
+        stream = drafted.engine.stream("the other", options, speculation=Speculation.parse(drafted.drafter))
+        next(iter(stream))
+        stream.close()
+        drafted.answer("the other thing", options)
+
+
 def test_a_long_answer_grows_the_cache_under_the_draft(drafted: Drafted) -> None:
     assert drafted.answer("in the other thing " * 16, GREEDY.changed({"max_tokens": 100})) > 0
 

@@ -146,6 +146,11 @@ def test_block_verification_accepts_more_than_token_by_token() -> None:
     chosen = [(weight, acceptance_probability(p, q, token)) for token, weight in items(q)]
     one = sum(weight * taken for weight, taken in chosen)
     assert one + one * one == pytest.approx(10 / 9, abs=1e-12)
+    for seed in range(4):  # and never less
+        p_of, q_of = toy(seed), toy(seed + 100)
+        block = sum(len(path) * weight for path, _, weight in block_outcomes(p_of, q_of, GAMMA))
+        outcomes = recursive_outcomes(p_of, q_of, (1,) * GAMMA)
+        assert block >= sum((len(emitted) - 1) * weight for emitted, weight in outcomes) - 1e-12
 
 
 def test_a_draft_with_the_targets_distribution_is_accepted_as_a_whole() -> None:

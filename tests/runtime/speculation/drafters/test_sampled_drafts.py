@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
+from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
-from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter, sample_children
 from edgerun.runtime.speculation.growth import TokenPrices
 from edgerun.runtime.speculation.pass_cost import PassCost
-from edgerun.runtime.speculation.sampled_speculator import verify_block, verify_recursive
+from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
+from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.chi_square import expect_distribution, sequences
+from support.emulated_graph import EmulatedGraph, Floats, Text
 from support.tiny_models import write_bundle
 
 V = 16
@@ -170,51 +173,40 @@ def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -
     assert drafter.estimate.rate(draft.distributions[0], 1) < second
 
 
-@pytest.mark.parametrize(
-    ("verify", "chain", "seeds"),
-    [
-        (verify_block, True, 120),
-        (verify_recursive, False, 120),
-        pytest.param(verify_block, True, 1200, marks=pytest.mark.nightly),
-        pytest.param(verify_recursive, False, 1200, marks=pytest.mark.nightly),
-    ],
-)
-def test_sequences_have_the_targets_distribution(
-    graphs: tuple[GraphSession, GraphSession], model: DraftModel, verify: Callable, chain: bool, seeds: int
-) -> None:
-    """Sequences of three tokens, in as many rounds as they take; drafts stop where they pay."""
-    graph, length, prompt = graphs[0], 3, [7, 12, 5]
-    params = replace(SAMPLED, temperature=2.5)
-    exact = sequences(lambda path: plain_distribution(graph, [*prompt, *path], params), length)
-    estimate, found, rounds = AcceptanceEstimate(), Counter[tuple[int, ...]](), 0
-    bound = graph.bind(graph.arena(64))
+@cache
+def target_logits(text: Text) -> Floats:
+    return np.random.default_rng([5, *text]).normal(0, 1, V).astype(np.float32)
+
+
+@cache
+def draft_logits(text: Text) -> Floats:
+    return (0.9 * target_logits(text) + np.random.default_rng([6, *text]).normal(0, 0.5, V)).astype(np.float32)
+
+
+@pytest.mark.parametrize("sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
+@pytest.mark.parametrize("seeds", [500, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds: int) -> None:
+    """Sequences of up to five tokens, in as many rounds as they take; drafts stop where they pay."""
+    prompt, length, end = [7, 12, 5], 5, int(target_logits((7, 12, 5)).argmax())
+    params = SamplingParams(temperature=1.0, top_k=3, repeat_penalty=1.3)
+
+    def after(new: Text) -> Distribution:
+        sampler = Sampler(params, V)
+        sampler.observe_prompt(prompt)
+        sampler.observe(new)
+        return sampler.distribution(target_logits((*prompt, *new)))
+
+    model = DraftModel(EmulatedGraph(draft_logits, V, 64), FixedCost({64: {1: 1e-6, 16: 1.1e-6}}), V)
+    speculator = SampledSpeculator(model, FixedCost(NEARLY_FREE), sampling, trees=True)
+    found, exact, rounds = Counter[Text](), Counter[Text](), 0
+    for text, weight in sequences(after, length).items():
+        exact[text[: text.index(end)] if end in text else text] += weight
     for seed in range(seeds):
-        text = list(prompt)
         sampler = Sampler(replace(params, seed=seed), V)
-        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed), estimate)
-        sampler.observe(text)
-        drafter.reset(text)
-        bound.arena.rewind_to(0)
-        bound.forward(text[:-1])
-        bound.arena.commit(len(text) - 1)
-        while len(text) < len(prompt) + length:
-            draft = drafter.sample(text[-1], TokenPrices((0.01,) * 5, 0.0), 2, chain=chain)
-            logits = target_pass(bound, draft.tree)
-            max_tokens = len(prompt) + length - len(text)
-            base = bound.arena.length
-            result = verify(draft, logits, sampler, len(text), frozenset(), max_tokens)
-            bound.arena.compact(base, result.accepted_path)
-            drafter.learn(draft, result)
-            emitted = result.emitted(draft.tree)
-            sampler.observe(emitted[-1:])
-            drafter.append(emitted)
-            text += emitted
-            rounds += 1
-        found[tuple(text[len(prompt) :])] += 1
-    assert rounds < 0.9 * length * seeds
+        speculator.start_answer(sampler.params)
+        limits = DecodeLimits(length, frozenset({end}))
+        steps = list(decode(EmulatedGraph(target_logits, V, 64), prompt, sampler, limits, speculator))
+        found[tuple(token for step in steps for token in step.tokens)] += 1
+        rounds += len(steps)
+    assert rounds < 0.9 * sum(len(text) * count for text, count in found.items())
     expect_distribution(found, exact, seeds)
-
-
-def target_pass(bound: BoundSession, tree) -> np.ndarray:
-    positions = bound.arena.length + tree.depths
-    return bound.forward(tree.tokens, positions=positions, tree_mask=tree.mask).copy()
