@@ -37,6 +37,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Inherited by workers, which share the processors: two threads take twice the processor time for tiny matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 os.environ["TERM"] = "dumb"
 os.environ["COLUMNS"] = "110"
 share_machine()
