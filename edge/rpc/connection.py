@@ -24,9 +24,9 @@ from .protocol import (
     METHODS,
     NOTIFICATIONS,
     PROTOCOL_VERSION,
-    CancelParams,
     ProgressParams,
     RequestId,
+    decode_params,
 )
 from .rpc_errors import ProtocolCode, response_error
 
@@ -93,8 +93,8 @@ class Call(Run[None]):
             self.notify("$/progress", params)
 
 
-Handler: TypeAlias = Callable[[Call, bytes], msgspec.Struct | Mapping[str, Any]]
-"""Answers a request, from its parameters as JSON."""
+Handler: TypeAlias = Callable[[Call, Any], msgspec.Struct | Mapping[str, Any]]
+"""Answers a request, from its parameters as `decode_params` returns them."""
 
 
 class Connection:
@@ -220,7 +220,7 @@ class Connection:
     def _answer(self, call: Call, params: bytes) -> None:
         """Answer a request."""
         try:
-            result = self._handlers[call.method](call, params)
+            result = self._handlers[call.method](call, decode_params(call.method, params))
             response = encode_line({"jsonrpc": _VERSION, "id": call.id, "result": result})
             self._initialized |= call.method == "initialize"
         except Exception as caught:  # noqa: BLE001  the client is told
@@ -240,10 +240,11 @@ class Connection:
             _log.warning("the notification %.200r was ignored; %s; a request has an id", method, known)
             return
         try:
+            given: Any = decode_body(params, CLIENT_NOTIFICATIONS[method])
             if method == "$/cancelRequest":
-                self.cancel(decode_body(params, CancelParams).id)
+                self.cancel(given.id)
             else:
-                self._handlers[method](Call("", method, self._output, lambda _: None), params)
+                self._handlers[method](Call("", method, self._output, lambda _: None), given)
         except EdgeError as error:
             _log.warning("the notification %s was ignored: %s", method, error)
 

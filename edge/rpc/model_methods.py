@@ -19,9 +19,7 @@ from ...runtime.devices.processor import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Cancellation, Run
-from ..service.body_decoder import decode_body
-from ..service.chat_body import parse_chat
-from ..service.generation_fields import check_token_ids
+from ..service.generation_fields import GenerationRequest, check_token_ids
 from ..service.model_pool import ModelPool, ModelState
 from ..service.openai_objects import ChatCompletionObjects, new_id
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest
@@ -74,8 +72,7 @@ class ModelMethods:
             "status": self._status,
         }
 
-    def _list(self, _call: Call, params: bytes) -> ModelList:
-        decode_body(params, NoParams)
+    def _list(self, _call: Call, _params: NoParams) -> ModelList:
         loaded = {status.id for status in self._pool.status() if status.loaded}
         return ModelList(
             models=[
@@ -84,8 +81,8 @@ class ModelMethods:
             ]
         )
 
-    def _pull(self, call: Call, params: bytes) -> PullResult:
-        id_ = parse_hub_id(decode_body(params, PullParams).id)
+    def _pull(self, call: Call, params: PullParams) -> PullResult:
+        id_ = parse_hub_id(params.id)
 
         def progress(stage: str, done: int, total: int) -> None:
             call.cancellation.check()
@@ -95,15 +92,13 @@ class ModelMethods:
         offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.offered.entries())
         return PullResult(id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered)
 
-    def _load(self, call: Call, params: bytes) -> ModelState:
-        name = decode_body(params, ModelParams).model
-        return self._pool.load(name, call.progress, cancellation=call.cancellation)
+    def _load(self, call: Call, params: ModelParams) -> ModelState:
+        return self._pool.load(params.model, call.progress, cancellation=call.cancellation)
 
-    def _unload(self, _call: Call, params: bytes) -> UnloadResult:
-        return UnloadResult(unloaded=self._pool.unload(decode_body(params, ModelParams).model))
+    def _unload(self, _call: Call, params: ModelParams) -> UnloadResult:
+        return UnloadResult(unloaded=self._pool.unload(params.model))
 
-    def _generate(self, call: Call, params: bytes) -> Mapping[str, Any]:
-        request = parse_chat(params)
+    def _generate(self, call: Call, request: GenerationRequest) -> Mapping[str, Any]:
         model = self._pool.offered.find(request.model).id
         objects = ChatCompletionObjects(request, model, int(time.time()), new_id("chatcmpl-"))
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
@@ -117,22 +112,19 @@ class ModelMethods:
             call.cancellation.check()
         return objects.whole(Reply.of(chunks))
 
-    def _tokenize(self, call: Call, params: bytes) -> TokenizeResult:
-        request = TokenizeRequest.parse(params)
+    def _tokenize(self, call: Call, request: TokenizeRequest) -> TokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
             shown = engine.tokenizer.token_bytes.shown
             pieces = list(map(shown, tokens)) if request.with_pieces else UNSET
             return TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
 
-    def _detokenize(self, call: Call, params: bytes) -> DetokenizeResult:
-        request = decode_body(params, DetokenizeBody)
+    def _detokenize(self, call: Call, request: DetokenizeBody) -> DetokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             check_token_ids(engine, request.tokens, "tokens")
             return DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
 
-    def _status(self, _call: Call, params: bytes) -> Status:
-        decode_body(params, NoParams)
+    def _status(self, _call: Call, _params: NoParams) -> Status:
         memory = psutil.virtual_memory()
         return Status(
             models=list(self._pool.status()),

@@ -6,16 +6,17 @@ further fields in later versions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..service.chat_body import ChatBody
+from ..service.body_decoder import decode_body
+from ..service.chat_body import ChatBody, parse_chat
 from ..service.generation_fields import PositiveInt, SamplingFields
 from ..service.model_pool import ModelState
-from ..service.text_bodies import DetokenizeBody, TokenizeBody
+from ..service.text_bodies import DetokenizeBody, TokenizeBody, TokenizeRequest
 
 PROTOCOL_VERSION: Final = 1
 
@@ -343,6 +344,8 @@ METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] 
     "shutdown": (NoParams, Done),
 }
 """Parameters and results of the requests of the client."""
+_PARSERS: Final[Mapping[str, Callable[[bytes], Any]]] = {"generate": parse_chat, "tokenize": TokenizeRequest.parse}
+"""What makes requests of the parameters of methods, beyond decoding them."""
 CLIENT_NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "$/cancelRequest": CancelParams,
     "session/cancel": SessionIdParams,
@@ -354,3 +357,12 @@ NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "session/update": SessionUpdate,
 }
 """Messages to the client that belong to one of its requests."""
+
+
+def decode_params(method: str, params: bytes) -> Any:
+    """The parameters of a method: the struct in `METHODS`, or what answers the request.
+
+    Raises:
+        RequestError: they are not valid.
+    """
+    return _PARSERS[method](params) if method in _PARSERS else decode_body(params, METHODS[method][0])

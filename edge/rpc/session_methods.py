@@ -17,7 +17,6 @@ from ...runtime.conversation import Session
 from ...runtime.engine import Engine
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Cancellation
-from ..service.body_decoder import decode_body
 from ..service.generation_fields import generate_options
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
@@ -74,14 +73,12 @@ class SessionMethods:
             "session/close": self._close,
         }
 
-    def _new(self, call: Call, params: bytes) -> SessionInfo:
-        fields = decode_body(params, SessionParams)
-        return self._open(call, fields.model, lambda engine: engine.session(system=fields.system))
+    def _new(self, call: Call, params: SessionParams) -> SessionInfo:
+        return self._open(call, params.model, lambda engine: engine.session(system=params.system))
 
-    def _restore(self, call: Call, params: bytes) -> SessionInfo:
-        fields = decode_body(params, RestoreParams)
-        path = _file(fields.path)
-        return self._open(call, fields.model, lambda engine: engine.session(resume=path))
+    def _restore(self, call: Call, params: RestoreParams) -> SessionInfo:
+        path = _file(params.path)
+        return self._open(call, params.model, lambda engine: engine.session(resume=path))
 
     def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> SessionInfo:
         model = self._pool.offered.find(name).id
@@ -105,19 +102,18 @@ class SessionMethods:
         messages = [SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
         return SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
-    def _prompt(self, call: Call, params: bytes) -> PromptResult:
-        fields = decode_body(params, SessionPromptParams)
-        options = generate_options(fields, {"max_tokens": fields.max_tokens})
-        session = self._find(fields.session_id)
+    def _prompt(self, call: Call, params: SessionPromptParams) -> PromptResult:
+        options = generate_options(params, {"max_tokens": params.max_tokens})
+        session = self._find(params.session_id)
         with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
             chunks = []
-            stream = session.session.stream(fields.prompt, options)
+            stream = session.session.stream(params.prompt, options)
             with call.cancellation.reading(stream), stop.calling(stream.cancel):
                 for chunk in stream:
                     chunks.append(chunk)
                     if chunk.text or chunk.reasoning:
                         update = SessionUpdate(
-                            session_id=fields.session_id,
+                            session_id=params.session_id,
                             request_id=call.id,
                             text=chunk.text,
                             reasoning=chunk.reasoning or UNSET,
@@ -143,25 +139,22 @@ class SessionMethods:
             reasoning=reply.reasoning or UNSET,
         )
 
-    def _cancel(self, _call: Call, params: bytes) -> CancelResult:
-        session = self._find(decode_body(params, SessionIdParams).session_id)
-        return CancelResult(cancelled=session.cancel())
+    def _cancel(self, _call: Call, params: SessionIdParams) -> CancelResult:
+        return CancelResult(cancelled=self._find(params.session_id).cancel())
 
-    def _save(self, _call: Call, params: bytes) -> SaveResult:
-        fields = decode_body(params, SaveParams)
-        path = _file(fields.path)
-        session = self._find(fields.session_id)
+    def _save(self, _call: Call, params: SaveParams) -> SaveResult:
+        path = _file(params.path)
+        session = self._find(params.session_id)
         if not path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(path.parent))
         with session.used():
             session.session.save(path)
             return SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)
 
-    def _close(self, _call: Call, params: bytes) -> Done:
-        id_ = decode_body(params, SessionIdParams).session_id
-        session = self._find(id_)
+    def _close(self, _call: Call, params: SessionIdParams) -> Done:
+        session = self._find(params.session_id)
         with self._lock:
-            self._sessions.pop(id_, None)
+            self._sessions.pop(params.session_id, None)
         session.close()
         return Done()
 

@@ -7,7 +7,6 @@ from typing import Final
 from ...models.graph_variant import DeviceKind
 from ...runtime.devices.processor import Power
 from ...version import __version__
-from ..service.body_decoder import decode_body
 from ..service.model_pool import ModelPool
 from .connection import MAX_REQUESTS, Call, Connection
 from .line_transport import MAX_UNREAD_BYTES, LineWriter, read_lines
@@ -21,7 +20,6 @@ from .protocol import (
     InitializeParams,
     InitializeResult,
     Limits,
-    NoParams,
     Requests,
     ServerInfo,
 )
@@ -53,8 +51,7 @@ def serve(
         debug: whether to write tracebacks of unexpected errors to standard error.
     """
 
-    def initialize(_call: Call, params: bytes) -> InitializeResult:
-        decode_body(params, InitializeParams)
+    def initialize(_call: Call, _params: InitializeParams) -> InitializeResult:
         return InitializeResult(
             protocol_version=PROTOCOL_VERSION,
             server_info=ServerInfo(name="edge-run", version=__version__),
@@ -67,17 +64,13 @@ def serve(
             ),
         )
 
-    def shutdown(_call: Call, params: bytes) -> Done:
-        decode_body(params, NoParams)
-        return Done()
-
     def requests() -> Requests:
         return Requests(running=connection.running, sessions=len(sessions))
 
     sessions = SessionMethods(pool)
     handlers = {**ModelMethods(pool, kind, power, requests).handlers(), **sessions.handlers()}
     writer = LineWriter(output, lambda: connection.end())  # noqa: PLW0108  the connection is made after it
-    handlers |= {"initialize": initialize, "shutdown": shutdown}
+    handlers |= {"initialize": initialize, "shutdown": lambda _call, _params: Done()}
     connection = Connection(writer, handlers, debug=debug)
     connection.serve(read_lines(input_, max_line_bytes))
     pool.close()
