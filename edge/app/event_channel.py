@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from ...runtime.scheduling.request_run import LoopQueue
-from ..server.http_messages import EVENT_HEADERS, event
+from ..server.http_messages import EVENT_HEADERS, event, next_events, watching_client
 
 MAX_EVENTS: Final = 4096
 """Largest number of events that wait for one window."""
@@ -81,21 +80,10 @@ class EventChannel:
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
             # The window knows that it listens before it fetches what it shows.
             await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-            watching = asyncio.create_task(_end_when_gone(receive, listener))
-            try:
-                while events := await self._next(listener):
+            async with watching_client(receive, listener.end):
+                while events := await next_events(listener, _SILENCE_S, _COMMENT):
                     await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-            finally:
-                watching.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _next(self, listener: EventListener) -> list[bytes]:
-        """The events that come next, or a comment; none after the end."""
-        try:
-            async with asyncio.timeout(_SILENCE_S):
-                return await listener.take()
-        except TimeoutError:
-            return [_COMMENT]
 
 
 class EventListener(LoopQueue[bytes]):
@@ -109,9 +97,3 @@ class EventListener(LoopQueue[bytes]):
         if len(self._items) >= MAX_EVENTS or sum(map(len, self._items)) + len(item) > MAX_BYTES:
             self._items, item = [], event({"type": "reload"})
         self._items.append(item)
-
-
-async def _end_when_gone(receive: Receive, listener: EventListener) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    listener.end()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
@@ -22,18 +21,20 @@ from ..service.generation_fields import GenerationRequest
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
 from .http_messages import (
-    COMMENT,
     EVENT_HEADERS,
     RefusedError,
     error_object,
     error_response,
     event,
+    next_events,
     read_body,
+    watching_client,
 )
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
 _log: Final = logging.getLogger(__name__)
+_COMMENT: Final = b": the answer is being computed\n\n"
 _JOIN_S: Final = 5.0
 """Seconds to wait for the end of a thread that was cancelled."""
 _LARGE_BODY: Final = 64 << 10
@@ -145,8 +146,17 @@ class Endpoint:
             return
         del body
         streams = isinstance(request, GenerationRequest) and request.stream
-        async with _cancelled_on_disconnect(receive, run.cancellation) as disconnected:
-            await self._respond(pieces, disconnected, scope, receive, send, streams=streams)
+        disconnected = asyncio.Event()
+
+        def leave() -> None:
+            disconnected.set()
+            run.cancellation.cancel()
+
+        try:
+            async with watching_client(receive, leave):
+                await self._respond(pieces, disconnected, scope, receive, send, streams=streams)
+        finally:
+            run.cancellation.cancel()
 
     def _work(self, request: Any, large: bool, run: Run[bytes]) -> None:
         """Compute a response. A `large` one's memory goes back to the system.
@@ -188,7 +198,7 @@ class Endpoint:
                 while taken:
                     if streams:
                         await send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
-                        taken = await self._taken_or_comment(pieces)
+                        taken = await next_events(pieces, self._service.settings.silence_s, _COMMENT)
                     else:
                         last += b"".join(taken)
                         taken = await pieces.take()
@@ -206,14 +216,6 @@ class Endpoint:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _taken_or_comment(self, pieces: LoopQueue[bytes]) -> list[bytes]:
-        """The next events; a comment if there are none for a while, so that a connection that is gone is noticed."""
-        try:
-            async with asyncio.timeout(self._service.settings.silence_s):
-                return await pieces.take()
-        except TimeoutError:
-            return [COMMENT]
-
     def _shown(self, error: BaseException) -> EdgeError | None:
         """What the client is told of an error; None for one that ends the server's task."""
         if isinstance(error, CancelledError):
@@ -229,24 +231,3 @@ class Endpoint:
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             return RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
         return None
-
-
-@asynccontextmanager
-async def _cancelled_on_disconnect(receive: Receive, cancellation: Cancellation) -> AsyncIterator[asyncio.Event]:
-    """Cancel a run when the client disconnects, and at the end of the block; yields an event for the former."""
-    disconnected = asyncio.Event()
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        disconnected.set()
-        cancellation.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield disconnected
-    finally:
-        watching.cancel()
-        cancellation.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
+from ...runtime.scheduling.request_run import LoopQueue
 from ..service.request_error import ErrorCode, RequestError, describe
 from .server_settings import ServerSettings
 
@@ -40,8 +41,6 @@ _TYPES: Final = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 DONE: Final = b"data: [DONE]\n\n"
-COMMENT: Final = b": the answer is being computed\n\n"
-"""Sent where there are no events for a while."""
 EVENT_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -141,6 +140,33 @@ class UnreadBodyResponse(Response):
                         if unread < 0:
                             break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def watching_client(receive: Receive, gone: Callable[[], object]) -> AsyncIterator[None]:
+    """Call `gone` when the client disconnects within the block."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+async def next_events(queue: LoopQueue[bytes], silence_s: float, comment: bytes) -> list[bytes]:
+    """The events that come next, none after the end; a comment where none come, so that a lost client is noticed."""
+    try:
+        async with asyncio.timeout(silence_s):
+            return await queue.take()
+    except TimeoutError:
+        return [comment]
 
 
 async def read_body(scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> bytes | None:

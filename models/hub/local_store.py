@@ -200,18 +200,17 @@ class Store:
         """Return the total size of partial files in bytes."""
         return sum(path.stat().st_size for path in self.folder.glob("partial/*") if path.is_file())
 
-    def remove_unfinished(self) -> int:
-        """Remove what downloads left unfinished, and everything else if no model is downloaded; return bytes freed.
+    def remove_unfinished(self) -> None:
+        """Remove what downloads left unfinished, and everything else if no model is downloaded.
 
         Raises:
             HubError: as for `remove`.
         """
-        if not self.all_downloaded():
-            return self.remove() if self.folder.is_dir() else 0
-        freed = self.unfinished_bytes()
-        with self._removing(), locked(self.folder / _LOCK_NAME, _REMOVAL_WAIT_S):
-            remove(self.folder / "partial")
-        return freed
+        if self.all_downloaded():
+            with self._removing(), locked(self.folder / _LOCK_NAME, _REMOVAL_WAIT_S):
+                remove(self.folder / "partial")
+        elif self.folder.is_dir():
+            self.remove()
 
     def remove(self, models: Iterable[DownloadedModel] | None = None) -> int:
         """Remove some model folders of the repository, or all its files; return the number of bytes freed.

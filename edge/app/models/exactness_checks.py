@@ -146,7 +146,7 @@ def explained(report: ExactnessReport) -> dict[str, Any]:
         {
             "kind": kind,
             "name": _KINDS[kind],
-            **{name: getattr(count, name) for name in ("texts", "identical", "near_ties", "failed", "recomputed")},
+            **{name: getattr(count, name) for name in ("texts", "identical", "near_ties", "failed")},
             "drafted": count.drafts.drafted,
             "accepted": count.drafts.accepted,
         }
@@ -157,8 +157,6 @@ def explained(report: ExactnessReport) -> dict[str, Any]:
         "result": result,
         "meaning": meaning,
         "rows": rows,
-        "epsilon": report.epsilon,
         "widths": {str(width): value for width, value in report.noise.chains.items()},
         "trees": report.noise.trees,
-        "texts": texts,
     }

@@ -185,13 +185,10 @@ def _export(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]:
     result = export_model(source, Path(arguments["destination"]), recipe, report, command="edge-run app")
     quality = result.report.shipped if result.report is not None else result.quality
     return {
-        "folder": str(result.bundle),
         "bytes": sum(result.file_bytes.values()),
         "bits_per_weight_read": result.bits_per_weight_read,
         "bits_per_weight_in_file": result.bits_per_weight,
-        "seconds": result.seconds,
         "kl": None if quality is None else quality.mean_kl,
-        "top1_agreement": None if quality is None else quality.top1_agreement,
     }
 
 

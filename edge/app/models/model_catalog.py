@@ -102,8 +102,8 @@ class ModelCatalog:
             )
         return found
 
-    def remove(self, name: str) -> int:
-        """Unload a model that was downloaded or exported here, and remove its files; returns the bytes freed.
+    def remove(self, name: str) -> None:
+        """Unload a model that was downloaded or exported here, and remove its files.
 
         Raises:
             InputError: it is the bundled model, or lies in a folder of the user's own; or the disk refused.
@@ -121,14 +121,13 @@ class ModelCatalog:
         if downloaded is not None:
             store = Store(downloaded.repo)
             others = [each for each in store.all_downloaded() if each.folder != downloaded.folder]
-            return store.remove([downloaded] if others or store.unfinished_bytes() else None)
-        size = _size_of(path)
+            store.remove([downloaded] if others or store.unfinished_bytes() else None)
+            return
         try:
             remove(path)
         except OSError as error:
             what = f"{error.filename or path} cannot be removed: {error.strerror or error}"
             raise InputError(what, "close the programs that use it, and check its permissions") from error
-        return size
 
     def _files(self, entry: ModelEntry) -> Mapping[str, Any]:
         """What a model's files say of it."""

@@ -66,9 +66,9 @@ class ModelServices:
 
     def remove(self, id: str) -> object:  # noqa: A002  the name of the field
         """Remove a model that was downloaded or exported here."""
-        freed = self.catalog.remove(id)
+        self.catalog.remove(id)
         self.context.events.publish("models")
-        return {"freed": freed, **self.models()}
+        return self.models()
 
     def recommended(self) -> object:
         """Models worth downloading for this machine."""

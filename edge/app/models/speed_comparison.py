@@ -79,7 +79,6 @@ class _Side:
             "text": self.text,
             "tokens": self.tokens + self.begun,
             "tokens_per_second": self.rate(),
-            "ended": stats is not None,
             "drafted": 0 if stats is None else stats.drafted,
             "accepted": 0 if stats is None else stats.accepted,
             "passes": None if stats is None else stats.target_passes,
@@ -90,35 +89,33 @@ class _Side:
 class _Race:
     """A comparison."""
 
-    key: str
     model: str
-    prompt: str
-    max_tokens: int
     state: WorkState = WorkState.LOADING
     plain: _Side = field(default_factory=lambda: _Side(Speculation.OFF))
     drafted: _Side = field(default_factory=lambda: _Side(Speculation.AUTO))
     error: str = ""
 
     def as_object(self) -> dict[str, Any]:
-        plain, drafted, ended = self.plain, self.drafted, self.state is WorkState.DONE
-        slow, fast = plain.rate(), drafted.rate()
-        ratio = None if slow is None or fast is None else fast / slow
-        pairs = zip(plain.text, drafted.text, strict=False)
-        identical, at = plain.text == drafted.text, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        plain, drafted = self.plain.text, self.drafted.text
+        differs_at, ended = None, self.state is WorkState.DONE
+        if ended and plain != drafted:
+            pairs = zip(plain, drafted, strict=False)
+            differs_at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return {
-            **{name: getattr(self, name) for name in ("key", "model", "prompt", "max_tokens", "state", "error")},
-            "plain": plain.as_object(),
-            "drafted": drafted.as_object(),
-            "ratio": ratio,
-            "identical": identical if ended else None,
-            "differs_at": at if ended and not identical else None,
-            "summary": self._summary(ratio, None if identical else at) if ended else "",
+            "model": self.model,
+            "state": self.state,
+            "error": self.error,
+            "plain": self.plain.as_object(),
+            "drafted": self.drafted.as_object(),
+            "differs_at": differs_at,
+            "summary": self._summary(differs_at) if ended else "",
         }
 
-    def _summary(self, ratio: float | None, differs_at: int | None) -> str:
-        if ratio is None:
+    def _summary(self, differs_at: int | None) -> str:
+        slow, fast = self.plain.rate(), self.drafted.rate()
+        if slow is None or fast is None:
             speed = "The answer is too short to compare speeds."
-        elif abs(ratio - 1) < _EQUAL:
+        elif abs((ratio := fast / slow) - 1) < _EQUAL:
             speed = "Drafting made no difference to the speed here."
         elif ratio > 1:
             speed = f"With drafting this answer was written {ratio:.2f} times as fast."
@@ -179,7 +176,7 @@ class SpeedComparisons:
         with self._lock:
             if self._run is not None and not self._run.ended:
                 raise InputError("a comparison is running", "stop it, or wait for its end")
-            self._race = race = _Race(secrets.token_hex(8), entry.id, str(messages[-1]["content"]), max_tokens)
+            self._race = race = _Race(entry.id)
             shown = {"comparison": race.as_object()}
             self._run = Run(partial(self._work, race, messages, options), "edge-run comparison")
             self._run.start()

@@ -123,13 +123,11 @@ def test_a_comparison_writes_the_same_text_twice(client: httpx.Client) -> None:
     wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] not in {"loading", "running"})
     got = ask(client, "/api/comparisons")["comparison"]
     assert got["state"] == "done", got["error"]
-    assert got["identical"]
     assert got["differs_at"] is None
     plain, drafted = got["plain"], got["drafted"]
     assert plain["text"] == drafted["text"] != ""
     assert plain["tokens"] == drafted["tokens"]
     assert plain["drafted"] == 0
-    assert got["ratio"] == pytest.approx(drafted["tokens_per_second"] / plain["tokens_per_second"])
     assert got["summary"].endswith("Both texts are identical.")
 
 
@@ -148,7 +146,7 @@ def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) 
     ask(client, f"/api/conversations/{conversation}/messages", {"content": "what of the thing"})
     wait_until(lambda: not ask(client, f"/api/conversations/{conversation}")["writing"])
     got = ask(client, "/api/comparisons", {"conversation": conversation, "max_tokens": 8})["comparison"]
-    assert (got["prompt"], got["model"]) == ("what of the thing", "bundle")
+    assert got["model"] == "bundle"
     wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] == "done")
     assert refused(client, "/api/comparisons", {"model": "bundle"}).startswith("a comparison needs a prompt")
     assert refused(client, "/api/comparisons", {**body, "max_tokens": 1}).endswith("it must be at least 2")
@@ -169,7 +167,7 @@ def test_an_exactness_check_is_explained_and_kept_or_cancelled(client: httpx.Cli
     assert {row["kind"] for row in report["rows"]} == {"greedy", "sampled", "exact", "together"}
     for row in report["rows"]:
         assert row["texts"] == row["identical"] + row["near_ties"] + row["failed"]
-    assert report["texts"] == sum(row["texts"] for row in report["rows"]) > 0
+    assert all(row["texts"] > 0 for row in report["rows"])
     # The next one is cancelled.
     ask(client, "/api/exactness", {"model": "bundle", "limit": 20, "max_tokens": 200})
     wait_until(lambda: ask(client, "/api/exactness")["check"]["stage"] == "comparing texts")
