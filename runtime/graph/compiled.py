@@ -2,13 +2,13 @@
 
 An NPU's plugin compiles a graph for one chip, which takes seconds to minutes; what it makes, ONNX Runtime calls a
 compiled context, and loads in milliseconds. A context belongs to a graph with its weights, a plugin and its options, a
-chip and a build of ONNX Runtime. All of them are part of its key, which also lies beside it, with digests of all files.
-A context of another key, a damaged one, and one that the plugin refuses are replaced; whatever else fails, the graph
-itself is loaded.
+chip and a build of ONNX Runtime. All of them are part of its key, which its folder is named after. A damaged context,
+and one that the plugin refuses, are replaced; whatever else fails, the graph itself is loaded.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +28,6 @@ from .session import SessionConfig
 
 _FORMAT: Final = 1
 _CONTEXT_NAME: Final = "context.onnx"
-_KEY_NAME: Final = "key.txt"
 _COMPILER_ERRORS: Final[tuple[type[Exception], ...]] = (OSError, *ORT_ERRORS)
 _SIZE_RATIO: Final = 1.5
 """Upper estimate of the size of a context, relative to its graph and weights."""
@@ -62,35 +61,29 @@ class CompiledGraphs:
             DeviceError: the device cannot run the graph.
         """
         graph = self._bundle.graph.with_name(name)
-        key = self._key(graph) if self._keeps else ""
-        folder = packed_folder("compiled", key)
-        session = self._open_context(folder, key) if self._keeps else None
+        folder = packed_folder("compiled", self._key(graph) if self._keeps else "")
+        session = self._open_context(folder) if self._keeps else None
         was_kept = session is not None
         if self._keeps and session is None:
             discard_folder(folder)
-            try:
+            # Where the device cannot make one, or the disk has no room, loading the graph itself says what is wrong.
+            with suppress(*_COMPILER_ERRORS):
                 size = sum(graph.with_name(each).stat().st_size for each in (graph.name, *external_files(graph)))
                 with written_folder(folder, int(size * _SIZE_RATIO)) as staging:
                     options = self._options()
                     add_device(options, self._config.device)
                     compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
                     compiler.compile_to_file(str(staging / _CONTEXT_NAME))
-                    (staging / _KEY_NAME).write_text(key, encoding="utf-8")
-            except _COMPILER_ERRORS:
-                # The device cannot make one, or the disk has no room. Loading the graph itself says what is wrong.
-                discard_folder(folder)
-            session = self._open_context(folder, key)
+            session = self._open_context(folder)
         session = session or self._open(graph)
         self.loaded[name] = was_kept
         return session
 
-    def _open_context(self, folder: Path, key: str) -> ort.InferenceSession | None:
+    def _open_context(self, folder: Path) -> ort.InferenceSession | None:
         """The session of a context; None if there is none that can be used."""
-        try:
-            if (folder / _KEY_NAME).read_text(encoding="utf-8") == key and is_intact(folder):
+        with suppress(EdgeError):
+            if is_intact(folder):
                 return self._open(folder / _CONTEXT_NAME)
-        except (OSError, UnicodeDecodeError, EdgeError):
-            pass
         return None
 
     def _open(self, graph: Path) -> ort.InferenceSession:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import edgerun
-from edgerun import BundleError, Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
+from edgerun import Engine, FinishReason, GenerateOptions, InputError, Reply, Speculation
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.json_file import record_from_json
 from edgerun.models.manifest import GraphLayout
@@ -76,21 +76,14 @@ def answer(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Re
 
 
 @FAMILIES
-def test_asked_for_by_name_it_reads_long_prompts_alone(bundle: Path, files: Callable[[], list[Path]]) -> None:
+def test_short_prompts_and_exact_answers_are_the_own_graphs(bundle: Path, files: Callable[[], list[Path]]) -> None:
     stages: list[tuple[str, float]] = []
     with loaded(bundle, prefill="int8", progress=lambda *each: stages.append(each)) as engine:
         assert files(), "it is made when the model is loaded"
         assert stages[0][0] == prefill_choice.MAKING
-        assert engine.model.prefill_choice.refusal is None
-        reply = answer(engine)
-        assert reply.stats.prompt_readers == {"int8": 200}
+        assert answer(engine).stats.prompt_readers == {"int8": 200}
         assert answer(engine, PROMPT[:40]).stats.prompt_readers.keys() == {"base"}
         assert answer(engine, exact=True).stats.prompt_readers == {"base": 200}
-        note = engine.model.prefill_choice.described(reply.stats.prompt_readers)
-        assert note == "int8 prompt graph: 200 of 200 tokens read"
-    with loaded(bundle, prefill="plain") as plain:
-        assert answer(plain).stats.prompt_readers == {"base": 200}
-        assert plain.model.prefill_choice.described({"base": 200}) is None
 
 
 @FAMILIES
@@ -284,11 +277,6 @@ def test_asked_for_by_name_where_it_cannot_run(bundle: Path, options: dict[str, 
     with loaded(bundle, **options) as engine:
         assert reason in str(engine.model.prefill_choice.refusal)
         assert answer(engine).stats.prompt_readers == {"base": 200}
-
-
-def test_a_model_without_int4_or_int8_weights_cannot_have_one(tiny_bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="cannot have an int8 prompt graph"):
-        loaded(tiny_bundle, prefill="int8")
 
 
 @FAMILIES

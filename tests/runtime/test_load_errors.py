@@ -13,7 +13,6 @@ import pytest
 
 import edgerun
 from edgerun import BundleError, EdgeError, Speculation, TemplateError
-from edgerun.edge.cli.main import main
 from edgerun.export import INT8
 from support.tiny_models import write_bundle
 
@@ -176,13 +175,3 @@ def test_no_answer_comes_of_weights_that_are_nan(damaged: Path, options: dict[st
         for _ in range(2):
             with pytest.raises(EdgeError, match="the model computes NaN logits; its weights are damaged"):
                 engine.generate("the", raw=True, **options)
-
-
-@pytest.mark.parametrize("command", [["-p", "the"], ["-p", "the", "--json"], ["-p", "the", "--spec", "off", "-t", "1"]])
-def test_the_command_fails_on_weights_that_are_nan(
-    damaged: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
-    assert main([str(damaged), *command]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "the model computes NaN logits" in err

@@ -96,10 +96,6 @@ def load_contexts(bundle: str) -> list[tuple[str, bool]]:
     binary.write_bytes(binary.read_bytes()[:-100])
     load("truncated")
     load("compiled again")
-    key = folder() / "key.txt"
-    key.write_text(key.read_text(encoding="utf-8").replace("plugin ", "plugin 1."), encoding="utf-8")
-    write_record(folder())
-    load("of another plugin")
     binary = next(folder().glob("*.bin"))
     binary.write_bytes(bytes(len(binary.read_bytes())))
     write_record(folder())

@@ -73,25 +73,6 @@ def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
         return llm.graph_io
 
 
-@pytest.mark.parametrize(("exporter", "variant"), [(Exporter.OPTIMUM, "with_past"), (Exporter.GENAI, "fp32")])
-@pytest.mark.parametrize("speculation", ["off", "auto"])
-def test_the_command_line_opens_foreign_exports(
-    foreign_exports: ForeignExports,
-    exporter: Exporter,
-    variant: str,
-    speculation: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = foreign_exports.of(exporter, "llama")
-    folder = model / variant
-    expected = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(expected_tokens(model))
-    options = ["--raw", "-n", str(GREEDY_TOKENS), "--spec", speculation, "--json"]
-    assert main([str(folder), "-p", PROMPT, *options]) == 0
-    out, err = capsys.readouterr()
-    reply = json.loads(out)
-    assert (reply["text"], reply["usage"]["completion_tokens"], err) == (expected, GREEDY_TOKENS, "")
-
-
 def test_an_old_decoder_with_stacked_cache_and_no_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = data_path("onnx/tiny-random-gpt2-fp32")
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")

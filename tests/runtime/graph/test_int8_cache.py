@@ -30,6 +30,7 @@ from edgerun.runtime.measure.cache_calibration import (
 )
 from edgerun.runtime.measure.logit_quality import measure_cache_quality
 from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.tree import Source, Tree
 from support.shared_data import data_path
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
@@ -108,12 +109,8 @@ def test_an_accepted_tree_path_leaves_the_slots_of_sequential_decoding(tiny_bund
     written(bound, text[:9], [3])
     # The path 0, 2, 3, 6 of the tree is the rest of the text.
     tokens = [text[9], 200, text[10], text[11], 201, 202, text[12]]
-    parents = [-1, 0, 0, 2, 2, 3, 3]
-    mask = np.eye(7, dtype=bool)
-    for node, parent in enumerate(parents[1:], 1):
-        mask[node] |= mask[parent]
-    depths = mask.sum(axis=1) - 1
-    bound.forward(tokens, positions=9 + depths, tree_mask=mask)
+    tree = Tree(tokens, [-1, 0, 0, 2, 2, 3, 3], [1.0] * 7, [Source.OTHER] * 7)
+    bound.forward(tokens, positions=9 + tree.depths, tree_mask=tree.mask)
     bound.arena.compact(9, [0, 2, 3, 6])
     for found, each in zip(bound.arena.buffers.arrays, expected, strict=True):
         assert np.abs(found[0, :, :13].astype(int) - each).max() <= 1
@@ -194,8 +191,7 @@ def test_damaged_scales_are_refused(data: dict[str, object]) -> None:
         CacheScales.from_json(data)
 
 
-def test_scales_are_measured_once(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
+def test_scales_are_measured_once(tiny_bundle: Path, cache: Path) -> None:
     stages: list[str] = []
     texts = []
     for _ in range(2):
@@ -204,24 +200,23 @@ def test_scales_are_measured_once(tiny_bundle: Path, tmp_path: Path, monkeypatch
             texts.append(engine.generate("the other", max_tokens=20, speculation=Speculation.OFF).text)
     assert texts[0] == texts[1]
     assert stages.count("measuring the scales of the KV cache") > 1
-    assert len(list((tmp_path / CACHE_SCALES.kind).iterdir())) == 1
+    assert len(list((cache / CACHE_SCALES.kind).iterdir())) == 1
     stages.clear()
     with edgerun.load(tiny_bundle, kv="int8", progress=lambda stage, _: stages.append(stage)):
         assert "measuring the scales of the KV cache" not in stages
 
 
 def test_prepacked_weights_are_used_with_an_int8_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_bundle_of: Callable[[str, str], Path]
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tiny_bundle_of: Callable[[str, str], Path]
 ) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     bundle = open_bundle(tiny_bundle_of("llama", "int4"))
     config = with_int8_kv(bundle, CPU, None, cache=False)
     logits = []
-    for cache in (False, True):
-        session = open_graph(bundle, config, cache=cache)
+    for packed in (False, True):
+        session = open_graph(bundle, config, cache=packed)
         logits.append(session.bind(session.arena(64)).forward(TEXT).copy())
-    assert (tmp_path / "prepacked").is_dir()
+    assert (cache / "prepacked").is_dir()
     np.testing.assert_array_equal(*logits)
 
 

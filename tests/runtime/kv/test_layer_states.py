@@ -1,8 +1,9 @@
-"""States beside the KV cache: rewinding, replays, copies and snapshots equal sequential decoding."""
+"""States beside the KV cache: rewinding, replays, copies, snapshots and other graphs equal sequential decoding."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ import pytest
 
 from edgerun.errors import EdgeError
 from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.graph.bound_graph import NewTokens
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph
+from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.arena import KVArena
+from edgerun.runtime.long_context.dense_attention import long_context_graph
 from support.hybrid_graphs import with_end_states
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle
 
+CPU = SessionConfig(choose_device("cpu"), 1)
 CONTEXT = 512
 TEXT = np.random.default_rng(3).integers(5, 300, CONTEXT).tolist()
 TOLERANCE = 2e-4
@@ -32,7 +38,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def strips(bundle: Path) -> GraphSession:
     """A graph that returns the states followed by the inputs at all tokens."""
-    return GraphSession(bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+    return GraphSession(bundle / "model.onnx", CPU)
 
 
 @pytest.fixture(
@@ -51,7 +57,7 @@ def graph(
         path = write_bundle(folder, request.param, max_position_embeddings=CONTEXT) / "model.onnx"
     else:
         path = with_end_states(bundle, folder / "bundle", request.param)
-    return GraphSession(path, SessionConfig(choose_device("cpu"), 1))
+    return GraphSession(path, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def expected(graph: GraphSession) -> npt.NDArray[np.float32]:
     return np.array(rows)
 
 
-def new(graph: GraphSession) -> tuple[Any, Any]:
+def new(graph: GraphSession | ChosenGraphs) -> tuple[Any, Any]:
     arena = graph.arena(CONTEXT)
     return graph.bind(arena), arena
 
@@ -295,6 +301,92 @@ def test_what_is_not_known_cannot_be_committed(graph: GraphSession) -> None:
     arena.rewind_to(10)
     with pytest.raises(ValueError, match="cannot commit"):
         arena.commit(1)
+
+
+class SomePasses(FurtherGraph):
+    """A further graph that takes a share of the passes, at random."""
+
+    name = "further"
+
+    def __init__(self, load: Callable[[], GraphSession], share: float, seed: int = 0) -> None:
+        self._load = load
+        self._share = share
+        self._random = np.random.default_rng(seed)
+
+    def takes(self, new: NewTokens, base: int) -> bool:
+        return bool(self._random.random() < self._share)
+
+    def load(self) -> GraphSession:
+        return self._load()
+
+
+@pytest.mark.parametrize("seed", some_nightly(range(4), 2))
+def test_random_rejections_and_rewinds_across_graphs_equal_sequential_decoding(
+    graph: GraphSession, expected: npt.NDArray[np.float32], seed: int
+) -> None:
+    """300 times: run a chain whose end is wrong, in either graph, accept some of it, or rewind to any position."""
+    random = np.random.default_rng(seed)
+    other = graph if seed < 2 else GraphSession(graph._graph, CPU, model=long_context_graph(graph._graph))
+    graphs = ChosenGraphs(graph, (SomePasses(lambda: other, 0.5, seed),))
+    bound, arena = new(graphs)
+    switches, last, rewinds = 0, BASE_GRAPH, 0
+    for _ in range(300):
+        if random.random() < 0.2 or arena.length > 400:
+            arena.rewind_to(int(random.integers(0, arena.length + 1)))
+            rewinds += 1
+        base, right = arena.length, int(random.integers(1, 60 if random.random() < 0.2 else 9))
+        wrong = random.integers(5, 300, random.integers(0, 5)).tolist()
+        logits = bound.forward([*TEXT[base : base + right], *wrong])
+        np.testing.assert_allclose(logits[:right], expected[base : base + right], atol=TOLERANCE)
+        accepted = int(random.integers(0, right + 1))
+        arena.commit(accepted)
+        switches += bound.last_graph != last
+        last = bound.last_graph
+    assert arena.states.token_ids == TEXT[: arena.length]
+    assert switches > 100
+    assert rewinds > 40
+
+
+def test_what_follows_plain_slots_again_has_their_bits(graph: GraphSession) -> None:
+    """Slots and states of another graph are not plain decoding's: rewound to those, the base graph computes the same
+    bits as without the other one."""
+    bound, arena = new(ChosenGraphs(graph, (SomePasses(lambda: graph, 1.0),)))
+    plain, _ = new(graph)
+
+    def run(session: Any, tokens: int) -> npt.NDArray[np.float32]:
+        first = session.arena.length
+        logits = session.forward(TEXT[first : first + tokens]).copy()
+        session.arena.commit(tokens)
+        return logits
+
+    bound.base_only = True
+    np.testing.assert_array_equal(run(bound, 40), run(plain, 40))
+    bound.base_only = False
+    run(bound, 30)
+    assert bound.last_graph == "further"
+    bound.base_only = True
+    run(bound, 2)
+    assert (arena.plain_length, arena.length) == (40, 72)
+    arena.rewind_to(arena.plain_length)
+    np.testing.assert_array_equal(run(bound, 20), run(plain, 20))
+    assert bound.last_graph == BASE_GRAPH
+    assert arena.plain_length == 60
+
+
+def test_arenas_change_and_are_copied_between_graphs(graph: GraphSession, expected: npt.NDArray[np.float32]) -> None:
+    graphs = ChosenGraphs(graph, (SomePasses(lambda: graph, 0.5, 7),))
+    (bound, original), copy = new(graphs), graphs.arena(CONTEXT)
+    for _ in range(20):
+        base = original.length
+        np.testing.assert_allclose(bound.forward(TEXT[base : base + 7]), expected[base : base + 7], atol=TOLERANCE)
+        original.commit(5)
+        copy.copy_from(original, base + 3)
+        bound.use(copy)
+        for first in (base + 3, base + 4):
+            logits = bound.forward(TEXT[first : base + 6])
+            np.testing.assert_allclose(logits, expected[first : base + 6], atol=TOLERANCE)
+            copy.commit(1)
+        bound.use(original)
 
 
 def _fail() -> None:

@@ -136,14 +136,6 @@ def test_each_machine_runtime_mode_and_model_has_its_own_file(
     assert PASS_COSTS.file(model_key(bundle, config)) != file
 
 
-def test_an_unwritable_cache_is_not_an_error(
-    tiny_bundle: Path, bound: BoundSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
-    assert load_or_measure_pass_cost(open_bundle(tiny_bundle), CONFIG, bound).seconds(1, 0) > 0
-
-
 def test_the_oldest_files_are_deleted(tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement_store, "_MAX_FILES", 2)
     (cache / "pass-cost").mkdir(parents=True)
