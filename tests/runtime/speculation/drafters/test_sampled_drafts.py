@@ -180,15 +180,15 @@ def target_logits(text: Text) -> Floats:
 
 @cache
 def draft_logits(text: Text) -> Floats:
-    return (0.9 * target_logits(text) + np.random.default_rng([6, *text]).normal(0, 0.5, V)).astype(np.float32)
+    return (target_logits(text) + np.random.default_rng([6, *text]).normal(0, 0.7, V)).astype(np.float32)
 
 
 @pytest.mark.parametrize("sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
 @pytest.mark.parametrize("seeds", [500, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds: int) -> None:
     """Sequences of up to five tokens, in as many rounds as they take; drafts stop where they pay."""
-    prompt, length, end = [7, 12, 5], 5, int(target_logits((7, 12, 5)).argmax())
-    params = SamplingParams(temperature=1.0, top_k=3, repeat_penalty=1.3)
+    prompt, length, end = [7, 12, 5], 5, 3
+    params = SamplingParams(temperature=1.0, top_k=2, repeat_penalty=1.3)
 
     def after(new: Text) -> Distribution:
         sampler = Sampler(params, V)
@@ -198,7 +198,7 @@ def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds:
 
     model = DraftModel(EmulatedGraph(draft_logits, V, 64), FixedCost({64: {1: 1e-6, 16: 1.1e-6}}), V)
     speculator = SampledSpeculator(model, FixedCost(NEARLY_FREE), sampling, trees=True)
-    found, exact, rounds = Counter[Text](), Counter[Text](), 0
+    found, exact, rounds, produced = Counter[Text](), Counter[Text](), 0, 0
     for text, weight in sequences(after, length).items():
         exact[text[: text.index(end)] if end in text else text] += weight
     for seed in range(seeds):
@@ -208,5 +208,6 @@ def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds:
         steps = list(decode(EmulatedGraph(target_logits, V, 64), prompt, sampler, limits, speculator))
         found[tuple(token for step in steps for token in step.tokens)] += 1
         rounds += len(steps)
-    assert rounds < 0.9 * sum(len(text) * count for text, count in found.items())
+        produced += sum(step.produced for step in steps)
+    assert rounds < 0.9 * produced
     expect_distribution(found, exact, seeds)
