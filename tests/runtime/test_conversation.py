@@ -187,6 +187,10 @@ def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path
     path.write_text("hello", encoding="utf-8")
     with pytest.raises(InputError, match="is not a saved conversation"):
         engine.session(resume=path)
+    with path.open("wb") as file:
+        np.savez_compressed(file, about=np.zeros(100 << 20, np.uint8))
+    with pytest.raises(InputError, match=r"chat\.kv cannot be read: its contents have \d+ bytes"):
+        engine.session(resume=path)
     chat = engine.session()
     chat.send("the", max_tokens=5)
     chat.save(path)
