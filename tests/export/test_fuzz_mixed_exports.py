@@ -31,10 +31,9 @@ SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
 @pytest.mark.parametrize("seed", some_nightly(range(CASES), every=CASES))
 def test_mixed_exports_of_random_shapes(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     use_machine(monkeypatch, KnownMachine())
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     choice = random.Random(seed)
     source = _checkpoint(choice, tmp_path / "checkpoint", seed)
     options = _options(choice, source, tmp_path)

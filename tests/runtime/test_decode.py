@@ -18,6 +18,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
+from edgerun.runtime.speculation.tree import Source, Tree
 from support.tiny_models import write_bundle
 
 VOCABULARY = 300
@@ -120,12 +121,7 @@ def test_logits_of_some_positions_are_those_of_the_whole_pass(tiny_bundle: Path)
 def test_passes_in_parts_give_the_logits_of_whole_ones(tiny_bundle: Path) -> None:
     """As on devices that compute wide passes wrongly: also trees, whose parts attend to earlier ones as committed."""
     session = GraphSession(tiny_bundle / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    parents = np.array([-1, 0, 0, 1, 2, 2, 4, 0])
-    mask = np.eye(8, dtype=np.bool_)
-    for node, parent in enumerate(parents[1:], 1):
-        mask[node] |= mask[parent]
-    positions = 20 + mask.sum(axis=1) - 1
-    found = []
+    nodes, found = Tree(range(60, 68), (-1, 0, 0, 1, 2, 2, 4, 0), [1.0] * 8, [Source.OTHER] * 8), []
     for width in (None, 3, 1):
         if width is not None:
             session.limit_width(width)
@@ -133,7 +129,7 @@ def test_passes_in_parts_give_the_logits_of_whole_ones(tiny_bundle: Path) -> Non
         prompt = bound.forward(range(30, 50), logits_for=(3, 19)).copy()
         bound.arena.commit(20)
         assert bound.prefill_width(128, 500) == (width or 128)
-        tree = bound.forward(range(60, 68), positions=positions, tree_mask=mask).copy()
+        tree = bound.forward(nodes.tokens, positions=20 + nodes.depths, tree_mask=nodes.mask).copy()
         bound.arena.compact(20, [0, 2, 4, 6])
         found.append((prompt, tree, bound.forward([7]).copy()))
     for parts in found[1:]:

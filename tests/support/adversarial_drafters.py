@@ -164,9 +164,6 @@ def check_rounds(steps: Iterable[Step]) -> None:
 
 def random_tree(random: np.random.Generator, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Depths int `[n]` and mask bool `[n, n]` of a random tree whose parents come first."""
-    depths, mask = np.zeros(nodes, np.int64), np.eye(nodes, dtype=np.bool_)
-    for node in range(1, nodes):
-        parent = int(random.integers(node))
-        depths[node] = depths[parent] + 1
-        mask[node] |= mask[parent]
-    return depths, mask
+    parents = [-1, *(int(random.integers(node)) for node in range(1, nodes))]
+    tree = Tree(range(nodes), parents, [1.0] * nodes, [Source.OTHER] * nodes)
+    return tree.depths, tree.mask

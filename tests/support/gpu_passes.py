@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgerun.runtime.graph.session import GraphSession
+from edgerun.runtime.speculation.tree import Source, Tree
 
 PROMPT: Final = (5, 25, 17, 9, 3, 42, 18, 7, 64, 20, 11, 12, 13, 14)
-TREE: Final = (9, 21, 22, 33, 34)
-DEPTHS: Final = (0, 1, 1, 2, 2)
-"""Distances of the tree's tokens from the first one, which has two branches after it."""
-_PARENTS: Final = (-1, 0, 0, 1, 2)
+TREE: Final = Tree((9, 21, 22, 33, 34), (-1, 0, 0, 1, 2), (1.0,) * 5, (Source.OTHER,) * 5)
+"""Two branches of two tokens after one."""
 _CAPACITY: Final = 32
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 
@@ -40,9 +39,9 @@ def passes(graph: GraphSession) -> Passes:
         for each in graph.graph_io.cache
     }
     logits, best, base = [], [], 0
-    for tokens, depths in ((PROMPT, range(len(PROMPT))), ((40,), (0,)), (TREE, DEPTHS)):
-        mask = np.tri(len(tokens), dtype=np.bool_) if tokens is not TREE else _tree_mask()
-        feeds = _feeds(graph, np.array(tokens), base + np.array(depths), base, mask)
+    for tokens, depths in ((PROMPT, range(len(PROMPT))), ((40,), (0,)), (TREE.token_ids, TREE.depths)):
+        mask = TREE.mask if tokens is TREE.token_ids else np.tri(len(tokens), dtype=np.bool_)
+        feeds = _feeds(graph, np.array(tokens), base + np.array(depths, np.int64), base, mask)
         found = dict(zip(names, session.run(names, {**feeds, **cache}), strict=True))
         cache = {each.past: found[each.present] for each in graph.graph_io.cache}
         logits.append(found["logits"])
@@ -74,11 +73,3 @@ def _feeds(
     for window, value in graph.graph_io.window_biases.items():
         feeds[value.name] = np.where(positions[:, None] - keys >= window, _BLOCKED, bias)
     return feeds
-
-
-def _tree_mask() -> npt.NDArray[np.bool_]:
-    mask = np.eye(len(_PARENTS), dtype=np.bool_)
-    for token, parent in enumerate(_PARENTS):
-        if parent >= 0:
-            mask[token] |= mask[parent]
-    return mask

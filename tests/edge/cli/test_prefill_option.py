@@ -39,9 +39,8 @@ FAMILIES = ("llama", "lfm2", "qwen3_5_text")
 
 
 @pytest.fixture(autouse=True)
-def as_if_large(tmp_path: Path, monkeypatch: Patch) -> None:
+def as_if_large(monkeypatch: Patch, cache: Path) -> None:
     """A cache folder of its own, tiny models as if they were not small, and short measurements."""
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)

@@ -13,14 +13,12 @@ import pytest
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.runtime.kv.prefix_files import prefix_folder
-from support.commands import Capture, Patch, fails, json_of
+from support.commands import Capture, fails, json_of
 
 DOCUMENT = "the other and the one who is at the end of it, and on to " * 4
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

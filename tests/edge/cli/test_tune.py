@@ -23,12 +23,6 @@ def few_rounds(monkeypatch: Patch) -> None:
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "pass-cost"
-
-
 def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:
     assert json_of(capsys, "inspect", tiny_bundle, "--json")["pass_costs"] is None
     assert main(["tune", str(tiny_bundle), "--json"]) == 0
@@ -38,7 +32,7 @@ def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache
     facts = json.loads(out)
     assert " ".join(facts) == "model device devices threads file doubt contexts prompts ngram_bytes"
     assert (facts["model"], facts["device"]) == (str(tiny_bundle), "CPU")
-    assert [Path(facts["file"])] == list(cache.iterdir())
+    assert [Path(facts["file"])] == list((cache / "pass-cost").iterdir())
     (entry,) = facts["contexts"]
     assert entry["up_to_context"] == 512
     assert tuple(entry["tokens"]) == WIDTHS
@@ -50,7 +44,7 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: Cap
     assert "not measured yet; edge-run tune measures them" in output_of(capsys, "inspect", tiny_bundle)
     for _ in range(2):
         assert main(["tune", str(tiny_bundle), "--threads", "1", "--context", "64"]) == 0
-        (file,) = cache.iterdir()
+        (file,) = (cache / "pass-cost").iterdir()
         assert "seconds" in json.loads(file.read_bytes())
         file.write_bytes(b"damaged")
         out, err = capsys.readouterr()

@@ -28,10 +28,7 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: Patch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "exactness"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,7 @@ def test_a_model_passes_and_its_report_is_stored_and_shown(
     assert "6 of 6 texts identical" in out
     assert "12 of 12 texts identical" in out
     assert out.splitlines()[-1].startswith("identical up to ties below")
-    assert len(list(cache.iterdir())) == 1
+    assert len(list((cache / "exactness").iterdir())) == 1
     shown = json_of(capsys, "inspect", tiny_bundle, "--json")["exactness"]
     assert shown["summary"] == out.splitlines()[-1]
     assert shown["passed"] is True

@@ -41,12 +41,6 @@ from support.tiny_models import write_checkpoint
 FORMATS = (WeightFormat(2, 32), WeightFormat(4, 32), WeightFormat(8, 32))
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def config_of(folder: Path, family: str = "qwen2", **settings: object) -> DecoderConfig:
     return read_config(write_checkpoint(folder / "checkpoint", family, **settings))
 

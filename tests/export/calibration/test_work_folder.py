@@ -22,9 +22,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def interrupted_run(source: Path, settings: str, kept: Path | None = None) -> Path:

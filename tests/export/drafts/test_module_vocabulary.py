@@ -77,10 +77,9 @@ def text_of(*counted: list[int]) -> CalibrationText:
 
 
 def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:
     use_machine(monkeypatch, BytesMachine())
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     bundle = tmp_path / "bundle"
     assert main(["export", str(source), str(bundle), "--draft-vocab", "90", *write_words(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -110,10 +109,11 @@ def test_a_note_on_the_head_is_kept_without_calibration(
     assert "a note on the head" in result.notes
 
 
-def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(
+    tmp_path: Path, monkeypatch: Any, cache: Path
+) -> None:
     """The export compares the trimmed graph with the float64 reference, here with AWQ scaling of a separate LM head."""
     use_machine(monkeypatch, BytesMachine())
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
     source = write_mtp_checkpoint(tmp_path / "source", tie_word_embeddings=False)
     options = ["--method", "awq", "--draft-vocab", "80", "--half-scales", "--zero-points"]
     assert main(["export", str(source), str(tmp_path / "bundle"), *options, *write_words(tmp_path)]) == 0

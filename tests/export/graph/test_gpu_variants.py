@@ -106,8 +106,7 @@ def _without_rotation(editor: rewriting.GraphEditor) -> None:
             each.input[7] = each.input[8] = each.input[9] = ""
 
 
-def test_a_graph_that_was_made_at_load_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+def test_a_graph_that_was_made_at_load_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     bundle = open_bundle(write_bundle(tmp_path))
     made = variant_for(bundle, WEBGPU, cache=True)
     (cached,) = (cache_folder() / "gpu-graphs").glob("*/*.onnx")

@@ -21,13 +21,10 @@ from edgerun.runtime.gpu_graph.expanded_codes import compute_in_float
 from edgerun.runtime.gpu_graph.rewriting import CUDA, DIRECTML, WEBGPU, GpuForm, gpu_graph, operator_table
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from support.gpu_passes import TREE
 from support.tiny_models import ATTENTION_FAMILIES, write_bundle
 
 PROMPT = [5, 250, 17, 99, 3, 42, 181, 7, 64, 200, 11, 12, 13, 14, 15, 16]
-TREE_TOKENS = [9, 21, 22, 33, 34]
-TREE_POSITIONS = [16, 17, 17, 18, 18]
-TREE_MASK = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], np.bool_)
-"""Two branches of two tokens after one."""
 INT4 = WeightFormat(4, 32)
 EXACT = 1e-5
 """Differences of float32 sums in another order, by the largest logit."""
@@ -63,7 +60,7 @@ def tree_logits(session: GraphSession) -> npt.NDArray[np.float32]:
     bound = session.bind(arena)
     bound.forward(PROMPT)
     arena.commit(len(PROMPT))
-    return bound.forward(TREE_TOKENS, positions=TREE_POSITIONS, tree_mask=TREE_MASK).copy()
+    return bound.forward(TREE.tokens, positions=16 + TREE.depths, tree_mask=TREE.mask).copy()
 
 
 def assert_same(bundle: Path, model: bytes, tolerance: float, *, plain: bool = False) -> None:

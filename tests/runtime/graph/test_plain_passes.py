@@ -23,14 +23,11 @@ from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.plain_passes import TreeGraph, read_graph_io, runs_trees_beside
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.devices import require_webgpu, run_json_script
+from support.gpu_passes import TREE
 
 CONFIG = SessionConfig(cpu_device(), 1)
 PROMPT = list(range(20, 40))
 """Longer than the window of the mistral, which is 12 tokens."""
-TREE = [9, 21, 22, 33, 34]
-DEPTHS = np.array([0, 1, 1, 2, 2])
-TREE_MASK = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], np.bool_)
-"""Two branches of two tokens after one."""
 PATH = [0, 2, 4]
 TOLERANCE = {WEBGPU: 1e-5, CUDA: 0.01}
 """Largest difference in float32 and in float16, by the largest logit."""
@@ -101,7 +98,7 @@ def plain_text(bound: BoundGraph) -> list[npt.NDArray[np.float32]]:
 def tree_and_text(bound: BoundGraph) -> list[npt.NDArray[np.float32]]:
     """A tree, of which a branch is accepted, and plain passes after it, which make the cache grow."""
     base = bound.arena.length
-    found = [bound.forward(TREE, positions=base + DEPTHS, tree_mask=TREE_MASK).copy()]
+    found = [bound.forward(TREE.tokens, positions=base + TREE.depths, tree_mask=TREE.mask).copy()]
     bound.arena.compact(base, PATH)
     return [*found, run(bound, [50]), run(bound, list(range(60, 100))), run(bound, [51])]
 
@@ -129,7 +126,7 @@ def test_a_graph_for_trees_that_was_released_is_loaded_again(tiny_bundle: Path) 
     def tree_logits() -> npt.NDArray[np.float32]:
         bound = graph.bind(graph.arena(64))
         run(bound, PROMPT)
-        return bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK).copy()
+        return bound.forward(TREE.tokens, positions=20 + TREE.depths, tree_mask=TREE.mask).copy()
 
     before = tree_logits()
     graph.release(TreeGraph.name)
@@ -162,7 +159,7 @@ def test_a_gpu_whose_form_has_a_plain_form_gets_both_graphs(
     assert run(bound, PROMPT).shape[0] == len(PROMPT)
     if isinstance(graph, ChosenGraphs):
         assert TreeGraph.name not in graph.loaded
-        bound.forward(TREE, positions=20 + DEPTHS, tree_mask=TREE_MASK)
+        bound.forward(TREE.tokens, positions=20 + TREE.depths, tree_mask=TREE.mask)
         assert TreeGraph.name in graph.loaded
 
 
