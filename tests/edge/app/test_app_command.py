@@ -93,20 +93,6 @@ def test_a_window_of_its_own(tmp_path: Path, tiny_bundle: Path) -> None:
     assert not (tmp_path / "home" / "app.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("missing", "options", "line"),
-    [
-        ("uvicorn", [], 'the app needs the package uvicorn; pip install "edge-run[app]"'),
-        ("webview", ["--window"], 'a window needs the package pywebview; pip install "edge-run[window]"'),
-    ],
-)
-def test_a_missing_extra_is_named(tmp_path: Path, missing: str, options: list[str], line: str) -> None:
-    hide = f"import sys; sys.modules[{missing!r}] = None; from edgerun.edge.cli.main import main; sys.exit(main())"
-    done = ran([sys.executable, "-c", hide, "app", *options], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"edge-run: error: {line}"]
-
-
 def test_bad_options_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

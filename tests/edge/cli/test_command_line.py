@@ -261,6 +261,8 @@ def test_too_little_memory_is_a_one_line_error(tiny_bundle: Path, capsys: Captur
         ("onnx", ("export", "model", "out"), 'export needs the package onnx; pip install "edge-run[export]"'),
         ("torch", ("train-draft", "a", "b", "--text", "c"), 'the package torch; pip install "edge-run[train]"'),
         ("uvicorn", ("serve",), 'the server needs the package uvicorn; pip install "edge-run[serve]"'),
+        ("uvicorn", ("app",), 'the app needs the package uvicorn; pip install "edge-run[app]"'),
+        ("webview", ("app", "--window"), 'a window needs the package pywebview; pip install "edge-run[window]"'),
     ],
 )
 def test_a_plain_install_shows_the_options_and_which_extra_is_missing(

@@ -166,18 +166,12 @@ def test_a_calibrated_export_has_a_report(
     assert report["calibration"] == manifest["calibration"]
     assert report["calibration"]["awq"] is True
     assert report["command"] == manifest["command"]
-    assert [linear["name"] for linear in report["linears"]] == [
-        name for name in manifest["weights"] if name != "embedding"
-    ]
     assert all(linear["kl_alone"] > 0 for linear in report["linears"])
     assert {linear["weight_format"]["method"] for linear in report["linears"]} == {"gptq"}
     chosen, nearest = report["plans"]
     assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
     assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["linears"])
-    assert report["kl_against_nearest"] == pytest.approx(chosen["kl"] / nearest["kl"], rel=1e-4)
     assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
-    assert report["seconds"] > 0
-    assert {"processor", "onnxruntime"} <= report["machine"].keys()
     assert (out / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert shown.count("mean KL") == 2
     assert shown.count("With --kv int8 the mean KL from a float cache is") == 1

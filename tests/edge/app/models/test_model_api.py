@@ -96,26 +96,6 @@ def test_models_say_what_they_need_and_are_loaded_and_unloaded(client: httpx.Cli
     assert (tiny_bundle / "model.onnx").is_file()
 
 
-def test_a_speed_is_measured_by_answers(tmp_path: Path, tiny_bundle: Path) -> None:
-    """In an app of its own, since other tests ask for answers."""
-    with (
-        running_app(tmp_path / "home", tiny_bundle, EDGERUN_CACHE=str(tmp_path / "cache")) as app,
-        app.entered() as client,
-    ):
-        assert model_of(client, "bundle")["tokens_per_second"] is None
-        conversation = f"/api/conversations/{ask_created(client)}"
-        ask(client, f"{conversation}/messages", {"content": "hello"})
-        wait_until(lambda: model_of(client, "bundle")["tokens_per_second"] is not None)
-        stats = ask(client, conversation)["messages"][-1]["stats"]
-        assert stats["tokens"] == 40
-        assert model_of(client, "bundle")["tokens_per_second"] == pytest.approx(stats["tokens_per_second"], rel=0.01)
-
-
-def ask_created(client: httpx.Client) -> str:
-    fields = {"sampling": {"max_tokens": 40, "temperature": 1.0, "seed": 3}, "model": "bundle"}
-    return str(ask(client, "/api/conversations", fields)["conversation"]["id"])
-
-
 def test_a_comparison_writes_the_same_text_twice(client: httpx.Client) -> None:
     body = {"prompt": "the theory of the other and the thing", "model": "bundle", "max_tokens": 100}
     begun = ask(client, "/api/comparisons", body)["comparison"]
@@ -132,6 +112,7 @@ def test_a_comparison_writes_the_same_text_twice(client: httpx.Client) -> None:
 
 
 def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) -> None:
+    """Also of the last question of a conversation, whose answer tells the speed of its model."""
     body = {"prompt": "hello", "model": "bundle", "max_tokens": 200}
 
     def a_second_is_refused() -> bool:
@@ -142,9 +123,15 @@ def test_one_comparison_runs_at_a_time_and_can_be_stopped(client: httpx.Client) 
         return response.status_code == 400
 
     wait_until(a_second_is_refused)  # on a busy machine, the first may be done before the second is asked for
-    conversation = ask_created(client)
+    assert model_of(client, "bundle")["tokens_per_second"] is None
+    fields = {"sampling": {"max_tokens": 40, "temperature": 1.0, "seed": 3}, "model": "bundle"}
+    conversation = ask(client, "/api/conversations", fields)["conversation"]["id"]
     ask(client, f"/api/conversations/{conversation}/messages", {"content": "what of the thing"})
+    wait_until(lambda: model_of(client, "bundle")["tokens_per_second"] is not None)
     wait_until(lambda: not ask(client, f"/api/conversations/{conversation}")["writing"])
+    stats = ask(client, f"/api/conversations/{conversation}")["messages"][-1]["stats"]
+    assert stats["tokens"] == 40
+    assert model_of(client, "bundle")["tokens_per_second"] == pytest.approx(stats["tokens_per_second"], rel=0.01)
     got = ask(client, "/api/comparisons", {"conversation": conversation, "max_tokens": 8})["comparison"]
     assert got["model"] == "bundle"
     wait_until(lambda: ask(client, "/api/comparisons")["comparison"]["state"] == "done")
