@@ -1,8 +1,7 @@
 """The folder that keeps intermediate results of an interrupted export.
 
-Those in the cache lie in `exports/KEY`, where the key is made of model and settings. `locks/KEY` locks them: a folder
-with an open file cannot be removed on Windows. A folder without a record of what it was made from is what is left of
-one that was in use when it was removed.
+Folders in the cache lie in `exports/KEY`, where the key is made of model and settings. `locks/KEY` locks them, because
+a folder with an open file cannot be removed on Windows.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -53,7 +51,7 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         if kept is None:
             _remove_old(folder.parent)
         with _locked(_lock_of(folder) if kept is None else kept / _LOCK_NAME, folder):
-            folder = kept or _usable(folder)
+            folder.mkdir(exist_ok=True)
             _claim(folder, made_from)
             yield folder
             if kept is None:
@@ -66,8 +64,8 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
 
 
 def _lock_of(folder: Path) -> Path:
-    """The lock file of a folder in the cache; a folder with a number in its name shares the lock of the one without."""
-    lock = folder.parent.parent / "locks" / folder.name.partition("-")[0]
+    """The lock file of a folder in the cache."""
+    lock = folder.parent.parent / "locks" / folder.name
     lock.parent.mkdir(exist_ok=True)
     return lock
 
@@ -79,14 +77,6 @@ def _locked(lock: Path, folder: Path) -> Iterator[None]:
             yield
     except TimeoutError as error:
         raise InputError(f"another export uses {folder}", "wait for it, or choose another with --work") from error
-
-
-def _usable(folder: Path) -> Path:
-    """Return the folder if it has a record or can be made empty; else one with a number in its name."""
-    names = (folder if number == 0 else folder.with_name(f"{folder.name}-{number}") for number in count())
-    found = next(each for each in names if (each / _KEY_NAME).is_file() or discard_folder(each))
-    found.mkdir(exist_ok=True)
-    return found
 
 
 def _remove_old(exports: Path) -> None:

@@ -40,6 +40,7 @@ from support.tiny_models import (
 FAMILIES = sorted(FAMILY_SETTINGS)
 WITH_EXPERTS = ("gpt_oss", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 FORMATS = [FP32, INT8, INT4]
+UNSUPPORTED = [WeightFormat(4, 16), WeightFormat(2, 16), WeightFormat(3, 32), WeightFormat(32, 32), WeightFormat(4)]
 ACTIVATION_NOISE = 0.1
 """Limit on the error of 8-bit activations in the logits of a two-layer model, relative to their standard deviation."""
 
@@ -163,14 +164,17 @@ def test_bits_per_weight_counts_scales_once(tmp_path, weight_format: WeightForma
 
 
 @pytest.mark.parametrize(
-    "weight_format",
-    [WeightFormat(4, 16), WeightFormat(2, 16), WeightFormat(3, 32), WeightFormat(32, 32), WeightFormat(4)],
+    ("weight_format", "message"),
+    [
+        *((each, "supported are fp32, and 2, 4 and 8 bits in blocks of 32, 64, 128") for each in UNSUPPORTED),
+        (WeightFormat(2, 64, rank=32), "a low-rank correction cannot be requested for all weights"),
+        (WeightFormat(4, 32, offsets=True), "weights with offsets cannot be requested"),
+    ],
 )
-def test_unsupported_formats_are_refused(weight_format: WeightFormat) -> None:
-    with pytest.raises(InputError, match="supported are fp32, and 2, 4 and 8 bits in blocks of 32, 64, 128"):
-        ExportRecipe(weight_format)
-    with pytest.raises(InputError, match="supported are"):
-        ExportRecipe(FP32, head=weight_format)
+def test_unsupported_formats_are_refused(weight_format: WeightFormat, message: str) -> None:
+    for choices in ((weight_format,), (FP32, None, weight_format)):
+        with pytest.raises(InputError, match=message):
+            ExportRecipe(*choices)
 
 
 def test_contexts_are_those_of_the_checkpoint_up_to_a_limit(tmp_path) -> None:

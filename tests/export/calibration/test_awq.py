@@ -27,7 +27,7 @@ from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.checkpoint.source import ModelSource, RowRange
+from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.quantization.codes import InputStatistics, StatisticsOf, dequantized
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.progress import silent
@@ -40,13 +40,31 @@ FAMILIES = {
     "qwen2": {},
     "phi3": {"num_key_value_heads": 2},
     "gemma2": {},
-    "gemma3_text": {},
+    "gemma3_text": {"tie_word_embeddings": False},
     "olmo2": {},
     "granite": {},
     "lfm2": {"conv_bias": True},
     "qwen3_5_text": {},
     "granitemoehybrid": {},
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_5_moe_text": {},
+    "granitemoehybrid with experts": GRANITE_EXPERTS,
 }
+USUAL = {"qkv", "o", "gate_up", "down"}
+SCALED = {
+    "olmo2": {"o", "down"},
+    "lfm2": USUAL | {"conv_in", "conv_out"},
+    # The inputs of a delta net's output projection are normed, and proportional to no part of its first linear.
+    "qwen3_5_text": USUAL | {"delta_in", "delta_gates"},
+    "granitemoehybrid": USUAL | {"mamba_in"},
+    "qwen3_moe": USUAL | {"router"},
+    # The inputs of its second linears are not proportional to up, which is bounded and has 1 added.
+    "gpt_oss": {"qkv", "o", "gate_up", "router"},
+    "qwen3_5_moe_text": USUAL | {"delta_in", "delta_gates", "router", "shared_gate_up", "shared_gate", "shared_down"},
+    "granitemoehybrid with experts": USUAL | {"mamba_in", "router", "shared_gate_up", "shared_down"},
+}
+"""Kinds of linears whose inputs are scaled, for families with others than the usual ones."""
 TOKENS = np.array([7, 200, 31, 4, 299, 18, 31, 4])
 
 
@@ -59,48 +77,29 @@ def scaled_model(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_float_model_is_unchanged(tmp_path, family: str) -> None:
-    source, config, model, statistics = scaled_model(tmp_path, family, **FAMILIES[family])
+def test_the_float_model_is_unchanged_and_its_statistics_are_those_of_the_scaled_one(tmp_path, family: str) -> None:
+    source, config, model, _ = scaled_model(tmp_path, family.partition(" ")[0], **FAMILIES[family])
     settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     expected = reference_logits(source, settings, TOKENS, 256)
     np.testing.assert_allclose(reference_logits(model, settings, TOKENS, 256), expected, rtol=1e-4, atol=1e-4)
-    # All kinds of linears that can be scaled are.
-    before, changed = UnevenInputs(config), set()
-    for linear in fused_linears(config):
-        known = statistics(linear.name)
-        if not np.array_equal(known.mean_square, before.of(linear.name).mean_square):
-            changed.add(linear.name.split(".")[-1])
-    after_norms = set() if family == "olmo2" else {"qkv", "gate_up"}
-    # The inputs of a delta net's output projection are normed, and proportional to no part of its first linear.
-    mixers = {
-        "lfm2": {"conv_in", "conv_out"},
-        "qwen3_5_text": {"delta_in", "delta_gates"},
-        "granitemoehybrid": {"mamba_in"},
-    }.get(family, set())
-    assert changed == {"o", "down"} | after_norms | mixers | (set() if config.tied_head else {"head"})
-
-
-def test_heads_of_a_group_share_their_factors(tmp_path) -> None:
-    _, config, _, statistics = scaled_model(tmp_path, num_attention_heads=8, num_key_value_heads=2)
-    before, after = UnevenInputs(config).of("layers.0.o"), statistics("layers.0.o")
-    factors = (after.mean_magnitude / before.mean_magnitude).reshape(2, 4, config.head_dim)
-    np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1], factors.shape), rtol=1e-5)
-    assert np.ptp(factors) > 0.1
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "qwen3_5_text", "granitemoehybrid"])
-def test_statistics_are_those_of_the_scaled_model(tmp_path, family: str) -> None:
-    source, config, model, _ = scaled_model(tmp_path, family, tie_word_embeddings=False)
+    changed = {name.split(".")[2] if "." in name else name for name in model.scales.inputs}
+    assert changed == SCALED.get(family, USUAL) | (set() if config.tied_head else {"head"})
+    # Router and shared expert read what the selected experts read, and are scaled back by the same factors.
+    for name, factors in model.scales.inputs.items():
+        if name.endswith(".router"):
+            np.testing.assert_array_equal(factors, model.scales.inputs[name.replace("router", "gate_up.0")])
     texts = tuple(np.random.default_rng(0).integers(0, 300, (6, 40)))
-    text = CalibrationText(texts, (), "random")
 
     def collected(which, name: str) -> StatisticsStore:
+        text = CalibrationText(texts, (), "random")
         return collect_statistics(SourceModel(which, config, 256), text, tmp_path / name, True, silent)
 
-    expected, known = collected(model, "after"), scaled_statistics(collected(source, "before").of, model.scales)
-    for linear in fused_linears(config):
-        first, second = known(linear.name), expected.of(linear.name)
-        assert (first is None) == (second is None) == (linear.name == "embedding")
+    after, known = collected(model, "after"), scaled_statistics(collected(source, "before").of, model.scales)
+    for name in {*(linear.name for linear in fused_linears(config)), *model.scales.inputs}:
+        if config.experts is not None and ".down" in name:
+            continue  # experts share a part of their statistics, but have factors of their own
+        first, second = known(name), after.of(name)
+        assert (first is None) == (second is None) == (name == "embedding" and not config.tied_head)
         if first is not None and second is not None:
             np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
             np.testing.assert_allclose(first.mean_magnitude, second.mean_magnitude, rtol=1e-3)
@@ -147,11 +146,9 @@ GPTQ = WeightFormat(4, 32, method=Method.GPTQ)
 class Collected:
     """A tiny model, and the statistics of its linears' inputs over random text."""
 
-    def __init__(
-        self, folder: Path, family: str, tokens: int = 1500, source: ModelSource | None = None, **overrides: object
-    ) -> None:
+    def __init__(self, folder: Path, family: str, tokens: int = 1500, **overrides: object) -> None:
         overrides = {**OVERRIDES.get(family, {}), **overrides}
-        self.checkpoint = source or Checkpoint(write_checkpoint(folder / "model", family, **overrides))
+        self.checkpoint = Checkpoint(write_checkpoint(folder / "model", family, **overrides))
         self.config = read_config(self.checkpoint.folder)
         self.texts = tuple(np.random.default_rng(2).integers(0, 300, (tokens // 30, 30)))
         self.model = SourceModel(self.checkpoint, self.config, 256)
@@ -242,30 +239,3 @@ def test_experts_that_the_text_hardly_reaches_are_named_and_use_the_statistics_o
                 np.testing.assert_allclose(known.mean_square, together.mean_square, rtol=1e-5)
     many = Collected(tmp_path / "many", "qwen3_moe", tokens=3000)
     assert rare_experts(many.store, many.config) == []
-
-
-@pytest.mark.parametrize(
-    ("family", "second_linears"),
-    [("qwen3_moe", True), ("gpt_oss", False), ("qwen3_5_moe_text", True), ("granitemoehybrid", True)],
-)
-def test_scaling_leaves_the_float_model_as_it_is(tmp_path: Path, family: str, second_linears: bool) -> None:
-    """The inputs of gpt-oss's second linears are not proportional to up, which is bounded and has 1 added."""
-    found = Collected(tmp_path, family, tokens=300)
-    weight_format = WeightFormat(2, 32, method=Method.K_QUANT)
-    model, statistics = apply_awq(found.checkpoint, found.config, UnevenInputs(found.config).of, weight_format, silent)
-    settings = json.loads((found.checkpoint.folder / "config.json").read_text(encoding="utf-8"))
-    tokens = np.array([7, 200, 31, 4, 299, 18, 31, 4])
-    expected = reference_logits(found.checkpoint, settings, tokens, 256)
-    np.testing.assert_allclose(reference_logits(model, settings, tokens, 256), expected, rtol=1e-4, atol=1e-4)
-    changed = {name for name in model.scales.inputs if name.count(".") == 3}
-    assert {name.split(".")[2] for name in changed} == ({"gate_up", "down"} if second_linears else {"gate_up"})
-    # Router and shared expert read what the selected experts read, and are scaled back by the same factors.
-    for layer in {name.split(".")[1] for name in changed if ".gate_up." in name}:
-        router, expert = (model.scales.inputs[f"layers.{layer}.{name}"] for name in ("router", "gate_up.0"))
-        np.testing.assert_array_equal(router, expert)
-    after = Collected(tmp_path / "after", family, tokens=300, source=model)
-    before = scaled_statistics(found.store.of, model.scales)
-    for name in sorted(each for each in changed if ".gate_up." in each):
-        first, second = before(name), after.store.of(name)
-        np.testing.assert_allclose(first.mean_square, second.mean_square, rtol=1e-3)
-    assert statistics(next(iter(changed))) is not None

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.errors import ExportError, InputError
-from edgerun.export import FP32, ExportRecipe, Method, WeightFormat
+from edgerun.errors import ExportError
+from edgerun.export import FP32, Method, WeightFormat
 from edgerun.export.allocation.choices import measure_sensitivities
 from edgerun.export.allocation.format_candidates import (
     BASE_FORMATS,
@@ -261,5 +261,3 @@ def test_only_linears_inside_layers_may_be_corrected(tmp_path) -> None:
         ranks = {each.weight_format.rank for each in sensitivities[linear.name]}
         assert ranks == ({0} if linear.name in ("embedding", "head") else {0, 16, 32, 64})
     assert not is_allowed(FusedLinear("layers.0.o", ("o",), (48,), 96), WeightFormat(2, 64, rank=64))
-    with pytest.raises(InputError, match="a low-rank correction cannot be requested for all weights"):
-        ExportRecipe(RANK)

@@ -68,25 +68,6 @@ def test_a_given_folder_is_kept_and_others_are_named(source: Path, tmp_path: Pat
         use("", tmp_path / "letters" / "letter.txt")
 
 
-@pytest.mark.parametrize("in_use", [False, True])
-def test_a_folder_in_the_cache_without_a_record_is_emptied_or_passed_over(
-    source: Path, monkeypatch: pytest.MonkeyPatch, in_use: bool
-) -> None:
-    left, rename = interrupted_run(source, "4 bits"), Path.rename
-    (left / "made-from.json").unlink()
-
-    def refused(self: Path, target: Path) -> Path:
-        if in_use and self == left:
-            raise PermissionError(13, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with work_folder(source, "4 bits") as folder:
-        assert folder.name == left.name + "-1" * in_use
-        assert [path.name for path in folder.iterdir()] == ["made-from.json"]
-    assert not folder.exists()
-
-
 def test_work_that_was_not_continued_is_removed_after_two_weeks(source: Path) -> None:
     old, recent = interrupted_run(source, "4 bits"), interrupted_run(source, "2 bits")
     os.utime(old, (0, 0))

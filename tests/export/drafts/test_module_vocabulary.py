@@ -16,7 +16,7 @@ import edgerun
 from edgerun import GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.errors import InputError
-from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint, pipeline
+from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.drafts import trimmed_head
 from edgerun.export.drafts.trimmed_head import trim_own_draft, trim_vocabulary
@@ -97,16 +97,6 @@ def test_from_the_outside_a_module_gets_the_tokens_that_the_text_has(
     greedy = GenerateOptions(max_tokens=24, ignore_eos=True)
     with edgerun.load(bundle, draft=None) as plain, edgerun.load(bundle) as drafting:
         assert drafting.generate("the sea", greedy).text == plain.generate("the sea", greedy).text
-
-
-def test_a_note_on_the_head_is_kept_without_calibration(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = pipeline.add_draft_head
-    monkeypatch.setattr(pipeline, "add_draft_head", lambda *arguments: add(*arguments) or "a note on the head")
-    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
-    result = export_checkpoint(source, tmp_path / "bundle", recipe)
-    assert "a note on the head" in result.notes
 
 
 def test_what_calibration_scaled_is_scaled_in_the_trimmed_head_too(

@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from edgerun.edge.cli.main import main
-from edgerun.errors import CheckpointError, InputError
+from edgerun.errors import CheckpointError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -160,11 +160,6 @@ def test_types_with_and_without_minima_share_a_fused_linear(tmp_path) -> None:
     report = export_checkpoint(write_gguf(tmp_path / "model.gguf", source, kinds), tmp_path / "bundle", STORED)
     assert open_bundle(report.bundle).manifest.weights["layers.0.qkv"] == OFFSETS
     assert report.parity.mean_kl < 0.02
-
-
-def test_offsets_cannot_be_requested() -> None:
-    with pytest.raises(InputError, match="weights with offsets cannot be requested"):
-        ExportRecipe(OFFSETS)
 
 
 def test_requantizing_to_four_bits_beats_round_to_nearest(tmp_path) -> None:

@@ -118,7 +118,7 @@ def test_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
     ("weights", "overrides"),
     [
         (FP32, {}),
-        (WeightFormat(8, 128, zero_points=True), {"tie_word_embeddings": False}),
+        (WeightFormat(8, 128, zero_points=True, half_scales=True), {"tie_word_embeddings": False}),
         pytest.param(WeightFormat(4, 64, zero_points=True), {}, marks=pytest.mark.nightly),
         pytest.param(FP32, {"tie_word_embeddings": False}, marks=pytest.mark.nightly),
         pytest.param(INT2, {}, marks=pytest.mark.nightly),

@@ -21,7 +21,6 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.quantization.codes import dequantized, unpack_zero_points
 from edgerun.export.quantization.methods import QUANTIZERS
 from edgerun.models.bundle import open_bundle
-from edgerun.models.graph_variant import Precision
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.runtime.int8_prompts.integer_weights import OPERATOR, BlockMatrix
 from support.gguf_files import write_gguf
@@ -113,16 +112,6 @@ def test_the_int8_prompt_graph_reads_the_codes(tmp_path: Path) -> None:
         matrix = BlockMatrix.of(editor, node)
         assert matrix.scales.dtype == np.float32
         assert np.isfinite(matrix.decoded(0, 2)).all()
-
-
-def test_static_graphs_for_npus(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", hidden_size=64)
-    recipe = ExportRecipe(
-        WeightFormat(4, 32, zero_points=True, half_scales=True), device="npu", widths=(1,), contexts=(32,)
-    )
-    export_checkpoint(source, tmp_path / "bundle", recipe)  # compares the graphs
-    manifest = open_bundle(tmp_path / "bundle").manifest
-    assert [each.precision for each in manifest.variants] == [Precision.FLOAT16]
 
 
 @pytest.mark.parametrize("method", [Method.RTN, Method.K_QUANT], ids=str)
