@@ -175,6 +175,15 @@ def test_the_first_answer_of_a_new_model_counts_and_reports_its_measurement(
         assert exact.measuring_s > 0
 
 
+def test_a_cache_folder_that_cannot_be_written_is_not_an_error(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "file"))
+    with edgerun.load(tiny_bundle, history=True) as engine:
+        assert engine.generate("the", max_tokens=8, ignore_eos=True).stats.completion_tokens == 8
+
+
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
 def test_what_is_learned_from_conversations_is_for_the_user_alone(
     tiny_bundle: Path, tmp_path: Path, cache: Path
