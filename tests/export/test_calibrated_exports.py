@@ -21,10 +21,9 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.known_timings import BytesMachine, KnownMachine, use_machine
 from support.nightly import some_nightly
-from support.tiny_models import exported, tiny_config, tiny_weights, write_checkpoint, write_weights
+from support.tiny_models import WORDS, exported, tiny_config, tiny_weights, write_checkpoint, write_weights
 
 TEXT: Final[dict[str, Any]] = {"calibration": Path("text.txt"), "calibration_tokens": 1100}
-WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 PROMPT = "the sea and the"
 
 

@@ -24,7 +24,6 @@ CASES = 200
 EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next")
 FAMILIES = sorted(tiny_models.FAMILY_SETTINGS.keys() - {"gemma4_text"})
 """All families but the one whose layers differ, which mixed exports refuse."""
-WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
 SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
@@ -70,7 +69,7 @@ def _options(choice: random.Random, source: Path, folder: Path) -> list[str]:
     options += ["--time-limit", choice.choice(("0", "0.005"))]
     if choice.random() < 0.8:
         text = folder / "text.txt"
-        text.write_text(" ".join(choice.choices(WORDS, k=1200)), encoding="utf-8")
+        text.write_text(" ".join(choice.choices(tiny_models.WORDS, k=1200)), encoding="utf-8")
         options += ["--calibration", str(text)]
     if choice.random() < 0.7:
         options += ["--method", choice.choice(METHODS)]

@@ -25,6 +25,22 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 
 TOKENS: Final = np.random.default_rng(5).integers(0, 300, 40)
 """The tokens of which `logits_of` gives logits."""
+LLAMA3: Final = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_FULL: Final = {
+    **YARN,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "truncate": False,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.4,
+}
+LONGROPE: Final = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
+"""Settings of rotary scalings."""
+
+WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
+"""Words of calibration texts."""
+
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 """Ids 0 to 4, in this order; <|end|> is the end-of-text token."""
 CHAT_TEMPLATE: Final = (

@@ -26,7 +26,7 @@ from edgerun.export.allocation.linear_times import (
     measure,
     timed_format,
 )
-from edgerun.export.allocation.plan_costs import plan_cost, weight_count
+from edgerun.export.allocation.plan_costs import plan_cost
 from edgerun.export.allocation.timing_bundles import TimingBundle, timing_bundles, uniform_bundles
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.models.manifest import Method
@@ -83,18 +83,6 @@ def test_times_are_cached_by_shape_and_conditions(cache: Path, tmp_path: Path) -
         file.write_text("{}", encoding="utf-8")
     assert load_or_measure(config, FORMATS, timer=machine) == first
     assert machine.timed_bundles[3:] == [6]
-
-
-def test_models_of_few_weights_are_timed_in_fewer_rounds(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, machine = config_of(tmp_path), KnownMachine()
-    assert 80_000 <= weight_count(config) < 90_000
-    for number, (weights_of_a_round, rounds) in enumerate({1 << 20: 1, 10_000: 8, 1: 16}.items()):
-        monkeypatch.setattr("edgerun.export.allocation.linear_times._WEIGHTS_PER_ROUND", weights_of_a_round)
-        machine.conditions = str(number)
-        load_or_measure(config, FORMATS, timer=machine)
-        assert machine.rounds == rounds
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,6 +28,7 @@ from support.tiny_models import (
     FAMILY_SETTINGS,
     GRANITE_EXPERTS,
     HYBRID_FAMILIES,
+    LONGROPE,
     TOKENS,
     exported,
     logits_of,
@@ -39,8 +40,6 @@ from support.tiny_models import (
     write_json,
     write_weights,
 )
-
-LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
 
 
 def config_of(folder: Path, family: str, **overrides: Any) -> DecoderConfig:

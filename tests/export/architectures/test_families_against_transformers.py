@@ -16,7 +16,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from support.tiny_models import GRANITE_EXPERTS, exported, write_checkpoint
+from support.tiny_models import GRANITE_EXPERTS, LLAMA3, LONGROPE, YARN, YARN_FULL, exported, write_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -24,8 +24,6 @@ torch.set_num_threads(1)  # several threads for such small models take longer wh
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = np.random.default_rng(11).integers(0, 300, 48)
-
-LONGROPE = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
 
 CASES = [
     ("llama", {}),
@@ -37,34 +35,9 @@ CASES = [
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
-    (
-        "llama",
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
-    (
-        "qwen3",
-        {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 16.0,
-                "beta_slow": 2.0,
-                "truncate": False,
-                "mscale": 0.7,
-                "mscale_all_dim": 0.4,
-            }
-        },
-    ),
+    ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}}),
+    ("qwen2", {"rope_scaling": YARN}),
+    ("qwen3", {"rope_scaling": YARN_FULL}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     (
         "qwen3",

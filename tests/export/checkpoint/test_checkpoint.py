@@ -18,7 +18,7 @@ from edgerun.export import FP32, INT4, ExportRecipe, export_checkpoint
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from support.tiny_models import exported, tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
+from support.tiny_models import LLAMA3, exported, tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 
 
 @settings(max_examples=30)
@@ -131,7 +131,6 @@ def entry_of(shape: object, offsets: object, dtype: object = "F32") -> Damage:
 
 
 DEEP = "[" * 100_000
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE = {"rope_type": "spiral", "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 DAMAGED = [

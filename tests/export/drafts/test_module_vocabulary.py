@@ -29,10 +29,9 @@ from edgerun.runtime.measure.bundle_timing import BundleTimer
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from support.known_timings import BytesMachine, use_machine
 from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
-from support.tiny_models import tiny_config, write_checkpoint
+from support.tiny_models import WORDS, tiny_config, write_checkpoint
 
 VOCABULARY = 300
-WORDS = ("the", "sea", "and", "sand", "of", "then", "is", "in", "on", "other", "thing", "that", "was", "to", "be")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
-from support.tiny_models import exported, write_checkpoint, write_weights
+from support.tiny_models import LLAMA3, YARN, exported, write_checkpoint, write_weights
 
 STORED = ExportRecipe()
 """Keeps the formats of the file."""
@@ -70,10 +70,7 @@ def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family
         ({"num_key_value_heads": 4}, {}),
         ({"head_dim": 24, "rms_norm_eps": 0.3, "rope_theta": 500000.0}, {}),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"type": "linear", "factor": 4.0}),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
-        ),
+        ({"rope_scaling": YARN}, {"type": "yarn", "factor": 4.0, "original_context_length": 64}),
     ],
     ids=str,
 )
@@ -226,7 +223,6 @@ def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
 
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:

@@ -158,13 +158,3 @@ def test_external_data_is_aligned_disjoint_and_shared(tmp_path) -> None:
     assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(ordered))
     assert sum(ordered[-1]) == size
     assert (bundle / "model.onnx").stat().st_size < 100_000
-
-
-FAST_FORMATS = [WeightFormat(bits, block) for bits in (2, 4, 8) for block in (32, 64, 128)]
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "separate"])
-@pytest.mark.parametrize("weight_format", FAST_FORMATS, ids=str)
-def test_every_format_is_on_the_fast_path(tmp_path, weight_format: WeightFormat, tied: bool) -> None:
-    """An export counts the products for which ONNX Runtime expands a matrix, and refuses such formats."""
-    write_bundle(tmp_path, weights=weight_format, intermediate_size=172, tie_word_embeddings=tied)

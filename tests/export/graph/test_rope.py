@@ -10,7 +10,7 @@ import pytest
 from edgerun.export.check.reference_positions import rotation
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Yarn
-from support.tiny_models import tiny_config, write_json
+from support.tiny_models import LLAMA3, YARN_FULL, tiny_config, write_json
 
 UNSCALED = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
 """10000 ** (-2 i / 16): every other one is a power of ten."""
@@ -70,32 +70,10 @@ def test_frequencies_equal_those_of_transformers(
 SETTINGS = [
     ({"type": "linear", "factor": 4.0}, Linear(4.0)),
     ({"rope_type": "dynamic", "factor": 2.0}, Dynamic(2.0, 256)),
-    (
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        Llama3(8.0, 1.0, 4.0, 64),
-    ),
+    ({**LLAMA3, "original_max_position_embeddings": 64}, Llama3(8.0, 1.0, 4.0, 64)),
     ({"rope_type": "yarn", "factor": 4.0}, Yarn(4.0, 256)),
     ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, Yarn(4.0, 64)),
-    (
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 16,
-            "beta_slow": 2,
-            "truncate": False,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.4,
-            "attention_factor": 1.1,
-        },
-        Yarn(4.0, 64, 16.0, 2.0, False, 1.1, 0.7, 0.4),
-    ),
+    ({**YARN_FULL, "attention_factor": 1.1}, Yarn(4.0, 64, 16.0, 2.0, False, 1.1, 0.7, 0.4)),
     ({"rope_type": "default"}, Linear()),
 ]
 
