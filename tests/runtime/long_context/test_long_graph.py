@@ -226,7 +226,6 @@ def test_short_contexts_wide_passes_and_exact_answers_are_the_own_graphs(
     assert runs(1) == graph.name
 
 
-@FAMILIES
 def test_verify_tells_how_far_the_graphs_differ(
     opened: Callable[[], tuple[BoundGraph, LongContextGraph]], bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
