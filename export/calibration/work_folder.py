@@ -51,6 +51,8 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         if kept is None:
             _remove_old(folder.parent)
         with _locked(_lock_of(folder) if kept is None else kept / _LOCK_NAME, folder):
+            if kept is None and not (folder / _KEY_NAME).is_file():
+                discard_folder(folder)  # a process may be killed while it writes the record
             folder.mkdir(exist_ok=True)
             _claim(folder, made_from)
             yield folder

@@ -68,6 +68,13 @@ def test_a_given_folder_is_kept_and_others_are_named(source: Path, tmp_path: Pat
         use("", tmp_path / "letters" / "letter.txt")
 
 
+def test_a_folder_in_the_cache_without_a_record_is_emptied(source: Path) -> None:
+    left = interrupted_run(source, "4 bits")
+    (left / "made-from.json").unlink()
+    with work_folder(source, "4 bits") as folder:
+        assert [path.name for path in folder.iterdir()] == ["made-from.json"]
+
+
 def test_work_that_was_not_continued_is_removed_after_two_weeks(source: Path) -> None:
     old, recent = interrupted_run(source, "4 bits"), interrupted_run(source, "2 bits")
     os.utime(old, (0, 0))
