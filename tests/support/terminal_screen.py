@@ -86,7 +86,7 @@ class TerminalScreen:
         data = ("\x1b[200~" + text.replace("\n", "\r") + "\x1b[201~").encode()
         while data:
             # The line of the terminal takes a few kilobytes at a time.
-            self._read(0.01)
+            self.read(0.01)
             data = data[os.write(self._master, data[:1000]) :]
 
     def resize(self, columns: int, lines: int) -> None:
@@ -99,7 +99,7 @@ class TerminalScreen:
         end = time.monotonic() + _LIMIT_S
         while not condition():
             assert time.monotonic() < end, f"not seen:\n{self.text}"
-            assert self._read(0.2) or self.process.poll() is None or condition(), f"the program has ended:\n{self.text}"
+            assert self.read(0.2) or self.process.poll() is None or condition(), f"the program has ended:\n{self.text}"
 
     def until(self, wanted: str) -> str:
         """Read the output until a text is on the screen; returns all lines."""
@@ -119,16 +119,17 @@ class TerminalScreen:
     def read_for(self, seconds: float) -> None:
         """Read the output for a time."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and self._read(left):
+        while (left := end - time.monotonic()) > 0 and self.read(left):
             pass
 
     def end(self) -> int:
         """Read until the program has ended; returns its exit code."""
         self.wait_for(lambda: self.process.poll() is not None)
-        self._read(0)
+        self.read(0)
         return self.process.wait()
 
-    def _read(self, seconds: float) -> bool:
+    def read(self, seconds: float) -> bool:
+        """Read what comes next; returns whether something came within a time."""
         if not select.select([self._master], [], [], seconds)[0]:
             return False
         try:

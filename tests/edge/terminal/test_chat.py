@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import select
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,55 +22,45 @@ from edgerun.edge.terminal.chat.prompt_reader import ChatInterrupts
 from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
 from support.commands import Patch
-from support.processes import EDGE_RUN, ignoring_ctrl_c, started
-
-pty = pytest.importorskip("pty", reason="POSIX terminals")
+from support.processes import EDGE_RUN
+from support.terminal_screen import TerminalScreen, terminal_screen
 
 PROMPT = "> "
+IGNORING = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+"""Ignores Ctrl-C, as the parent process may."""
 
 
 class Terminal:
-    """A chat process and its output."""
+    """A chat process, whose output is read piece by piece."""
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
-        self.process = process
+    def __init__(self, screen: TerminalScreen) -> None:
+        self.process, self.type, self.end = screen.process, screen.type, screen.end
         self.first = ""
         """What came before the first prompt."""
-        self._master = master
-        self._unread = ""
+        self._screen = screen
+        self._taken = 0
 
-    def until(self, wanted: str, seconds: float = 120) -> str:
-        """Read up to and including `wanted`; escape sequences are left out."""
-        end = time.monotonic() + seconds
-        while wanted not in self._unread:
-            ready, _, _ = select.select([self._master], [], [], max(0, end - time.monotonic()))
-            assert ready, f"no {wanted!r} in {self._unread!r}"
-            try:
-                piece = os.read(self._master, 4096).decode(errors="replace")
-            except OSError:
-                piece = ""
-            assert piece, f"the program ended before {wanted!r}: {self._unread!r}"
-            self._unread = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._unread + piece).replace("\r\n", "\n")
-        before, _, self._unread = self._unread.partition(wanted)
-        return before + wanted
+    @property
+    def _unread(self) -> str:
+        """What has not been read, without escape sequences."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._screen.output).replace("\r\n", "\n")[self._taken :]
+
+    def until(self, wanted: str) -> str:
+        """Read up to and including `wanted`."""
+        self._screen.wait_for(lambda: wanted in self._unread)
+        found = self._unread.partition(wanted)[0] + wanted
+        self._taken += len(found)
+        return found
 
     def until_something(self, seconds: float = 120) -> bool:
         """Wait for any output that has not been read; returns whether there is some."""
-        return bool(self._unread or select.select([self._master], [], [], seconds)[0])
+        return bool(self._unread or self._screen.read(seconds))
 
     def say(self, line: str) -> str:
         """Type a line at the prompt; returns what came between it and the next prompt."""
         self.type(line + "\n")
         self.until(line + "\n")
         return self.until("\n" + PROMPT).removesuffix("\n" + PROMPT)
-
-    def type(self, text: str) -> None:
-        """Send keys."""
-        os.write(self._master, text.encode())
-
-    def end(self) -> int:
-        """Wait for the program; returns its exit code."""
-        return self.process.wait(timeout=120)
 
     def quit(self) -> None:
         """Leave the chat, which has to succeed."""
@@ -88,14 +74,8 @@ OpenTerminal: TypeAlias = Callable[..., Terminal]
 @contextmanager
 def terminal(command: Sequence[str]) -> Iterator[Terminal]:
     """A terminal in which `command` runs."""
-    master, slave = pty.openpty()
-    try:
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        with started(command, **streams, close_fds=True, start_new_session=True) as process:
-            os.close(slave)
-            yield Terminal(process, master)
-    finally:
-        os.close(master)
+    with terminal_screen(command, columns=300, environment={"TERM": "dumb"}) as screen:
+        yield Terminal(screen)
 
 
 @pytest.fixture
@@ -104,8 +84,8 @@ def open_chat() -> Iterator[OpenTerminal]:
     with ExitStack() as opened:
 
         def open_(*arguments: str, ignoring: bool = False, first: str = "\n" + PROMPT) -> Terminal:
-            command = [*EDGE_RUN, *arguments]
-            chat = opened.enter_context(terminal(ignoring_ctrl_c(command) if ignoring else command))
+            program, option, code = EDGE_RUN
+            chat = opened.enter_context(terminal([program, option, IGNORING * ignoring + code, *arguments]))
             chat.first = chat.until(first)
             return chat
 
