@@ -22,6 +22,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
 from ...models.onnx_file.model_messages import read_model
 from ...version import __version__
+from ..gpu_graph.expanded_codes import compute_in_float
 from ..graph.bound_graph import BoundGraph
 from ..graph.device_loading import device_failure
 from ..graph.graph_io import element_type
@@ -163,10 +164,7 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
 def _reference(bundle: Bundle, config: SessionConfig) -> GraphSession:
     """The model's own graph on the CPU, computing with floats only."""
     model = read_model(bundle.graph)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = 0
+    compute_in_float(model)
     cpu = SessionConfig(cpu_device(), config.threads, config.power)
     return GraphSession(bundle.graph, cpu, metadata_of(bundle), model=model.SerializeToString())
 

@@ -22,7 +22,7 @@ import onnxruntime as ort
 
 from ...errors import DeviceError
 from ...models.graph_variant import DeviceKind
-from ..graph.ort import ORT_ERRORS
+from ..graph.ort import ORT_ERRORS, SILENT, load_session, session_options
 from .chip import running_architecture
 from .packages import PACKAGES, SUFFIX, missing_device, registered_plugins
 
@@ -37,9 +37,8 @@ _SIMULATING: Final = ("WebGpu", "QNN")
 """Providers whose device is simulated where it lies on the CPU: a Vulkan driver in software, Qualcomm's simulator."""
 _MEMORY: Final = {"WebGpu": "webgpu", "CUDA": "cuda", "Dml": "dml"}
 """ONNX Runtime's names of memory on devices where a KV cache can lie, by provider."""
-_SILENT: Final = 4
 _DEFAULT_SEVERITY: Final = 2
-"""Severities of ONNX Runtime's log: nothing, and warnings."""
+"""Severity of ONNX Runtime's log from which on it prints: warnings."""
 _SIMULATED_SOC: Final = {"soc_model": "60", "htp_arch": "73"}
 """The chip that Qualcomm's simulator stands for; on real hardware the plugin asks the driver."""
 _NVIDIA: Final = Path("/sys/module/nvidia/version")
@@ -179,14 +178,10 @@ def _works(provider: str) -> bool:
     graph = GraphProto(name="works", node=[node("Neg", ["x"], ["y"])], input=values[:1], output=values[1:])
     # Missing libraries are reported to ONNX Runtime's own log, as several lines on standard error. Its level cannot be
     # asked for, so the default is set again.
-    ort.set_default_logger_severity(_SILENT)
+    ort.set_default_logger_severity(SILENT)
     try:
-        options = ort.SessionOptions()
-        options.log_severity_level = _SILENT
-        names = [provider, CPU_PROVIDER]
-        session = ort.InferenceSession(
-            model(graph, opset=21).SerializeToString(), options, providers=names, enable_fallback=0
-        )
+        names = (provider, CPU_PROVIDER)
+        session = load_session(model(graph, opset=21).SerializeToString(), session_options(1), names)
     except ORT_ERRORS:
         return False
     finally:

@@ -20,12 +20,12 @@ _UINT8: Final = ELEMENT_TYPES[np.dtype(np.uint8)]
 _FLOAT: Final = ELEMENT_TYPES[np.dtype(np.float32)]
 
 
-def compute_in_float(editor: GraphEditor) -> None:
+def compute_in_float(model: GraphEditor | Message) -> None:
     """Let quantized products take activations as they are instead of rounding them to 8 bits.
 
     Where WebGPU has a kernel for level 4 depends on the shape of a matrix; level 0 is the same everywhere.
     """
-    for each in editor.graph.node:
+    for each in model.graph.node:
         if "accuracy_level" in attribute_values(each):
             set_attribute(each, "accuracy_level", 0)
 
