@@ -69,21 +69,19 @@ def _append_experts(
         "normalize_routing_weights": 1,
         **({} if experts.limit is None else {"swiglu_limit": experts.limit}),
     }
+    operator, inputs = "QMoE", [normed, flat, *first, *second]
     if weight_format.bits == 32:
-        inputs = _trimmed([normed, flat, first[0], first[2], second[0], second[2]])
-        output = nodes.add("MoE", inputs, f"{name}.{EXPERTS_NODE}", domain=MICROSOFT, **attributes)
+        operator, inputs = "MoE", [normed, flat, first[0], first[2], second[0], second[2]]
     else:
-        output = nodes.add(
-            "QMoE",
-            _trimmed([normed, flat, *first, *second]),
-            f"{name}.{EXPERTS_NODE}",
-            domain=MICROSOFT,
-            **attributes,
-            expert_weight_bits=weight_format.bits,
-            block_size=weight_format.block,
-            accuracy_level=INT8_ACTIVATIONS,
-            weights_prepacked=0,
-        )
+        attributes |= {
+            "expert_weight_bits": weight_format.bits,
+            "block_size": weight_format.block,
+            "accuracy_level": INT8_ACTIVATIONS,
+            "weights_prepacked": 0,
+        }
+    while not inputs[-1]:
+        inputs.pop()
+    output = nodes.add(operator, inputs, f"{name}.{EXPERTS_NODE}", domain=MICROSOFT, **attributes)
     return output if experts.normalized else _weighted_by_shares(nodes, name, experts, scores, output)
 
 
@@ -91,11 +89,6 @@ def _stack(nodes: Nodes, linear: FusedLinear) -> tuple[str, str, str]:
     """Add the experts of a linear; returns the names of weights or codes, scales and biases, "" for absent ones."""
     codes, scales = nodes.weights.experts(linear, nodes.plan[linear.name])
     return codes, scales, nodes.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
-
-
-def _trimmed(inputs: list[str]) -> list[str]:
-    """Drop absent inputs at the end."""
-    return inputs if inputs[-1] else _trimmed(inputs[:-1])
 
 
 def _weighted_by_shares(nodes: Nodes, name: str, experts: ExpertsConfig, scores: str, output: str) -> str:

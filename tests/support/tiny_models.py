@@ -27,14 +27,8 @@ TOKENS: Final = np.random.default_rng(5).integers(0, 300, 40)
 """The tokens of which `logits_of` gives logits."""
 LLAMA3: Final = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-YARN_FULL: Final = {
-    **YARN,
-    "beta_fast": 16.0,
-    "beta_slow": 2.0,
-    "truncate": False,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.4,
-}
+_FACTORS: Final = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}
+YARN_FULL: Final = {**YARN, **_FACTORS}
 LONGROPE: Final = {"type": "longrope", "short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [4.0] * 8}
 """Settings of rotary scalings."""
 
