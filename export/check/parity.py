@@ -33,6 +33,7 @@ from ...errors import BundleError, ExportError
 from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.manifest import WeightFormat
 from ...runtime.measure.exactness import SAMPLE_TEXT
+from ...runtime.measure.logit_quality import log_softmax
 from ...runtime.text.tokenizer import TextTokenizer
 from ..bundle_content import BundleContent
 from ..calibration.divergence import Divergence
@@ -166,12 +167,6 @@ def mean_kl(reference: Float64Array, graph: Float64Array) -> float:
     """Mean over positions of KL(reference || graph) in nats, from logits [positions, vocabulary]."""
     log_p, log_q = log_softmax(reference), log_softmax(graph)
     return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
-
-
-def log_softmax(logits: Float64Array) -> Float64Array:
-    """Log-probabilities of logits, over their last axis."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 def with_float_activations(model: ModelProto) -> ModelProto:

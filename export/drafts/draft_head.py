@@ -16,11 +16,12 @@ from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, T
 from ...models.draft_heads import HeadKind
 from ...models.manifest import DraftPairing
 from ...models.progress import Progress, counted
+from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
 from ..check.head_reference import HeadOutputs, reference_head, reference_medusa, reference_mtp
-from ..check.parity import TOLERANCE, RoundedLinears, log_softmax, quantized_weights, with_float_activations
+from ..check.parity import TOLERANCE, RoundedLinears, quantized_weights, with_float_activations
 from ..check.reference_operations import embedding_rows
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan

@@ -92,14 +92,15 @@ def measure_cache_quality(
         for start in range(0, len(text), _WIDTH):
             tokens, log_probs = text[start : start + _WIDTH], []
             for each in (reference, quantized):
-                log_probs.append(_log_softmax(each.forward(tokens).astype(np.float64)))
+                log_probs.append(log_softmax(each.forward(tokens).astype(np.float64)))
                 each.arena.commit(len(tokens))
             compared.append(_compared(*log_probs))
         progress((number + 1) / len(cut))
     return _quality(compared, cut)
 
 
-def _log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Log-probabilities of logits, over their last axis."""
     logits = logits - logits.max(axis=-1, keepdims=True)
     log_probs: npt.NDArray[Any] = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return log_probs
@@ -193,4 +194,4 @@ def _next_distributions(
         tokens = text[begin : min(begin + _WIDTH, len(text) - 1)]
         logits = plain.forward(tokens)
         arena.commit(len(tokens))
-        yield _log_softmax(logits)
+        yield log_softmax(logits)
