@@ -241,6 +241,13 @@ _COSTS: Final[dict[str, Callable[..., int]]] = {
     **dict.fromkeys(
         ("dictsort", "groupby", "max", "min", "sort", "unique"), lambda *args, **named: 200 * _product(*args, **named)
     ),
+    # Every piece is made and listed.
+    **dict.fromkeys(
+        ("rsplit", "split"),
+        lambda _, text, sep=None, *__, **___: (
+            search_cost(text, sep) + 16 * len(text) + 420 * (text.count(sep) if sep else len(text) // 2)
+        ),
+    ),
     "splitlines": lambda _, text, *__: 340 * len(text),
     "str.format": _format_cost,
     "format": percent_cost,

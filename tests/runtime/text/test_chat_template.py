@@ -76,6 +76,8 @@ BOMBS = [
     "{{ lipsum(n=99999) }}",
     *("{{ 'a b' | wordwrap(1, wrapstring='x' * 8000000) }}", "{{ [1] | join(3000000000 * 'a') }}"),
     "{{ messages | tojson(separators=('a' * 8000000, 'b')) }}",
+    # Many pieces, many times.
+    "{% for i in range(200) %}{% set x = ('a,' * 20000).split(',') %}{% endfor %}",
     # What ended in other errors.
     *("{{ cycler() }}", "{{ cycler().next() }}", "{{ joiner() }}", "{{ 1e999 }}", "{{ -1e999 }}"),
     *("{{ 1e308 * 10 | int }}", "{{ (1e308 * 10) | int }}", "{{ " + "9" * 5000 + " }}", "{{ (-8) ** 0.5 }}"),
