@@ -56,7 +56,7 @@ def test_the_table_lists_every_width(tiny_bundle: Path, cache: Path, capsys: Cap
     assert lines[1][-1] == "1.00x"
     assert out.splitlines()[len(WIDTHS) + 1].startswith("each further token")
     assert out.splitlines()[len(WIDTHS) + 2].startswith("break-even acceptance")
-    # Costs measured with one thread are not those of the default number of threads.
+    # Costs measured with one thread say nothing about the default number of threads.
     assert "not measured yet" in output_of(capsys, "inspect", tiny_bundle)
     assert main(["tune", str(tiny_bundle)]) == 0
     capsys.readouterr()

@@ -172,7 +172,7 @@ def test_markdown_hides_where_a_model_lies_and_may_be_of_other_editors(
     asked = store.add_message(conversation.id, None, Role.USER, "hello")
     store.add_message(conversation.id, asked.id, Role.ASSISTANT, "hi", model=str(tmp_path / "my-model"))
     assert "## Assistant (my-model)\n" in store.export_markdown(conversation.id)
-    # That of other editors is read too.
+    # Files of other editors are read too.
     copy = store.import_markdown("\ufeffnotes\r\n## user\r\nhello\r\n\r\n## ASSISTANT\r\nhi\r\n", "chat of today.md")
     assert copy.title == "chat of today"
     assert [message.content for message in store.messages(copy.id)] == ["hello", "hi"]

@@ -186,12 +186,7 @@ def test_requests_continue_from_a_prefix_after_a_restart_too(tiny_bundle: Path, 
     ],
 )
 def test_a_file_without_a_prefix_is_refused(
-    tiny_bundle: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    name: str,
-    content: str | None,
-    message: str,
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, name: str, content: str | None, message: str
 ) -> None:
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")

@@ -50,14 +50,13 @@ def test_the_library_gives_the_parts_of_an_answer(engine: edgerun.Engine) -> Non
     assert (last.text, last.tool_calls) == ("It is sunny in both.", ())
 
 
-def test_an_answer_can_be_left_as_it_is_written(engine: edgerun.Engine) -> None:
+def test_an_answer_that_is_left_as_written_or_cut_off_is_text(engine: edgerun.Engine) -> None:
     reply = engine.generate([QUESTION], tools=[WEATHER], parse_answer=False)
     assert reply.tool_calls == ()
     assert reply.text.startswith('Paris and RomeI look.\n{"name": "get_weather", ')
-
-
-def test_without_tools_nothing_is_a_call(engine: edgerun.Engine) -> None:
-    assert engine.generate([QUESTION]).text == 'No functions: <tool_call>{"name": "get_weather"}'
+    reply = engine.generate([QUESTION], tools=[WEATHER], max_tokens=7)
+    assert (reply.tool_calls, reply.unparsed) == ((), True)
+    assert reply.text == 'I look.\n<tool_call>{"name": "get_weather", "arguments": {"city": '
 
 
 def test_an_answer_with_one_call_ends_with_it(engine: edgerun.Engine) -> None:
@@ -79,16 +78,12 @@ def test_the_start_of_an_answer_has_parts(engine: edgerun.Engine) -> None:
     assert (said["reasoning_content"], said["content"]) == ("Paris and Rome", "I look.")
 
 
-def test_a_call_that_is_cut_off_is_text(engine: edgerun.Engine) -> None:
-    reply = engine.generate([QUESTION], tools=[WEATHER], max_tokens=7)
-    assert (reply.tool_calls, reply.unparsed) == ((), True)
-    assert reply.text == 'I look.\n<tool_call>{"name": "get_weather", "arguments": {"city": '
-
-
 def test_a_format_can_be_chosen_when_a_model_is_loaded(model: Path) -> None:
     with edgerun.load(model, tool_format="none") as engine:
         reply = engine.generate([QUESTION], tools=[WEATHER])
         assert (reply.reasoning, reply.tool_calls) == ("Paris and Rome", ())
+        with pytest.raises(edgerun.InputError, match="is 'required', but the model has no format for calls"):
+            engine.generate([QUESTION], tools=[WEATHER], tool_choice="required")
     with pytest.raises(edgerun.InputError, match="tool_format is 'xml'; it must be one of auto, none, harmony"):
         edgerun.load(model, tool_format="xml")
 
@@ -220,11 +215,3 @@ def test_a_function_can_be_named(client: openai.OpenAI) -> None:
 def test_choices_that_cannot_be_enforced(engine: edgerun.Engine, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(edgerun.InputError, match=message):
         engine.generate([QUESTION], **{"tools": [WEATHER], "tool_choice": "required", **changes})
-
-
-def test_a_model_without_a_format_cannot_be_made_to_call(model: Path) -> None:
-    with (
-        edgerun.load(model, tool_format="none") as engine,
-        pytest.raises(edgerun.InputError, match="tool_choice is 'required', but the model has no format for calls"),
-    ):
-        engine.generate([QUESTION], tools=[WEATHER], tool_choice="required")

@@ -142,7 +142,7 @@ def test_commands_show_hostile_names_as_text(
 
 
 def damaged(name: str, text: str, *arguments: str) -> Callable[[Path], list[str]]:
-    """Writes a file of the model, and gives the arguments with it; those of an answer by default."""
+    """Writes a file of the model, and gives the arguments with it; by default those for an answer."""
 
     def write(model: Path) -> list[str]:
         (model / name).write_text(text, encoding="utf-8")
