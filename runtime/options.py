@@ -11,7 +11,7 @@ from ..errors import BundleError, InputError, TemplateError
 from ..models.bundle import Bundle
 from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
-from .arguments.argument_types import changed, check_fields, documented, option, same_option
+from .arguments.argument_types import OptionRecord, documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
@@ -44,7 +44,7 @@ _LARGEST = 1e30
 
 @documented
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(OptionRecord):
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = option(
@@ -172,7 +172,7 @@ class GenerateOptions:
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         check_biases((self.logit_bias or {}).values())
         if self.best_of is not None and not self.n <= self.best_of <= MOST_ANSWERS:
             hint = f"it must be between {self.n} (n) and {MOST_ANSWERS}"
@@ -232,14 +232,6 @@ class GenerateOptions:
     def stops(self) -> tuple[str, ...]:
         """The stop sequences."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    def changed(self, changes: Mapping[str, Any]) -> GenerateOptions:
-        """Return a copy with some fields replaced.
-
-        Raises:
-            InputError: an option is unknown, or its value is out of range.
-        """
-        return changed(self, changes)
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Combine these options with the defaults of a model.

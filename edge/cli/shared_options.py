@@ -16,7 +16,7 @@ import typer
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
-from ...runtime.arguments.argument_types import changed, options_of
+from ...runtime.arguments.argument_types import options_of
 from ...runtime.speculation.choice import Speculation
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -78,7 +78,7 @@ class OptionsOf(Generic[_Record]):
         """
         written = {name: given[name] for name in self.names if given[name] is not None and given[name] != []}
         values = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in written.items()}
-        return changed(self.base, values | others)
+        return dataclasses.replace(self.base, **values, **others)  # type: ignore[type-var]
 
     def _parameter(self, name: str, hint: Any) -> inspect.Parameter:
         option, default = options_of(type(self.base))[name], getattr(self.base, name)

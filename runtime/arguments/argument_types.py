@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache, wraps
-from typing import Any, Final, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...errors import InputError
 from ...models.json_file import shown
@@ -232,16 +232,22 @@ def check_ranges(instance: Any) -> None:
         declared.check(name, getattr(instance, name))
 
 
-def changed(instance: _Record, changes: Mapping[str, Any]) -> _Record:
-    """Return a copy of a record with some options replaced.
+class OptionRecord:
+    """A dataclass of options, whose fields are checked."""
 
-    Raises:
-        InputError: an option is unknown, or its value is out of range.
-    """
-    known = {each.name for each in dataclasses.fields(instance)}  # type: ignore[arg-type]
-    if unknown := sorted(set(changes) - known):
-        raise InputError(f"unknown option {unknown[0]!r}", f"options are: {', '.join(sorted(known))}")
-    return dataclasses.replace(instance, **changes)  # type: ignore[type-var]
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return a copy with some options replaced.
+
+        Raises:
+            InputError: an option is unknown, or its value is out of range.
+        """
+        known = {each.name for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        if unknown := sorted(set(changes) - known):
+            raise InputError(f"unknown option {unknown[0]!r}", f"options are: {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 def documented(record: type[_Record]) -> type[_Record]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ..devices.processor import Power
 from ..kv.cache_scales import KVFormat
@@ -13,14 +12,14 @@ from ..kv.prefix_files import DEFAULT_DISK_BYTES
 from ..overflow import Overflow
 from ..prefill import PrefillMode
 from ..scheduling.request_queue import DEFAULT_MAX_WAITING, DEFAULT_PARALLEL
-from .argument_types import changed, check_fields, documented, option
+from .argument_types import OptionRecord, documented, option
 
 _BYTES = "a number of bytes, 0 or more"
 
 
 @documented
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(OptionRecord):
     """How a model is opened and run; see `load`."""
 
     device: str = option(
@@ -124,17 +123,6 @@ class LoadOptions:
     max_waiting: int = option(
         DEFAULT_MAX_WAITING, "Further requests to a model that may wait; more are refused.", least=0, metavar="N"
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def changed(self, changes: Mapping[str, Any]) -> LoadOptions:
-        """Return a copy with some options replaced.
-
-        Raises:
-            InputError: an option is unknown, or its value is out of range.
-        """
-        return changed(self, changes)
 
 
 MEASURING_OPTIONS: Final = LoadOptions(prefill=PrefillMode.PLAIN, prefix_cache=0, prefix_disk=0, learned=False)
