@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import edgerun
 from edgerun import BundleError, EdgeError, ExportError
 from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
 from edgerun.export.check.head_reference import HeadOutputs
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts import draft_head
@@ -40,8 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(checkpoint: Path, head: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
-    recipe = ExportRecipe(weight_format, draft=head)
-    return export_checkpoint(checkpoint, bundle, recipe).bundle
+    return exported(checkpoint, bundle, ExportRecipe(weight_format, draft=head))
 
 
 def features_of(head: Path) -> npt.NDArray[np.float32]:
@@ -239,13 +238,18 @@ def test_a_head_alone_or_of_another_model_is_refused_when_it_is_loaded(checkpoin
         engine.generate("the", raw=True)
 
 
-def test_from_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head, bundle = write_eagle_head(tmp_path / "head", tiny_config(**TARGET)), tmp_path / "bundle"
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_from_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    folder, bundle, other = tmp_path / "head", tmp_path / "bundle", "medusa" if kind == "eagle" else "eagle"
+    head = write_medusa_heads(folder) if kind == "medusa" else write_eagle_head(folder, tiny_config(**TARGET))
     assert main(["export", str(checkpoint), str(bundle), "--draft", str(head), "--draft-weights", "int8"]) == 0
     capsys.readouterr()
-    assert main([str(bundle), "-p", "the other", "--raw", "-n", "8", "--json", "--spec", "eagle", "--no-cache"]) == 0
+    generate = [str(bundle), "-p", "the other", "--raw", "-n", "8", "--json", "--no-cache", "--spec"]
+    assert main([*generate, kind]) == 0
     assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] > 0
+    assert main([*generate, other]) != 0
+    assert f"the drafter {other} is not available" in capsys.readouterr().err
     assert main(["inspect", str(bundle), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["draft"]["head"] == "eagle"
+    assert json.loads(capsys.readouterr().out)["draft"]["head"] == kind
     assert main(["export", str(checkpoint), str(bundle), "--draft", str(head), "--draft-vocab", "100"]) == 2
     assert "--draft-vocab has no effect on the draft head" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from safetensors.numpy import load_file
 
 import edgerun
 from edgerun import EdgeError, Engine, GenerateOptions, InputError
-from edgerun.edge.cli.main import main
-from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, ExportRecipe
 from edgerun.export.check.contract_session import ModelSession
 from edgerun.models.draft_heads import MEDUSA_FILE
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
@@ -24,7 +22,7 @@ from edgerun.runtime.speculation.drafters.target_drafts import MedusaDraft
 from edgerun.runtime.speculation.tree import Source
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.tiny_heads import write_medusa_heads
-from support.tiny_models import tiny_config, write_checkpoint, write_weights
+from support.tiny_models import exported, tiny_config, write_checkpoint, write_weights
 
 MEDUSA = Speculation.of(Source.MEDUSA)
 GREEDY = GenerateOptions(max_tokens=40, ignore_eos=True)
@@ -36,15 +34,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"))
 
 
-def export(checkpoint: Path, heads: Path, bundle: Path, weight_format: WeightFormat = FP32) -> Path:
-    recipe = ExportRecipe(weight_format, draft=heads)
-    return export_checkpoint(checkpoint, bundle, recipe).bundle
-
-
 @pytest.fixture(scope="module")
 def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("medusa")
-    return export(checkpoint, write_medusa_heads(folder / "heads"), folder / "bundle")
+    return exported(checkpoint, folder / "bundle", ExportRecipe(FP32, draft=write_medusa_heads(folder / "heads")))
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 1), (4, 2)])
@@ -52,7 +45,7 @@ def test_outputs_equal_those_of_torch(checkpoint: Path, tmp_path: Path, heads: i
     torch = pytest.importorskip("torch", reason="needs the extra oracle or train")
     functional = torch.nn.functional
     source = write_medusa_heads(tmp_path / "heads", heads=heads, blocks=blocks, seed=2)
-    bundle = export(checkpoint, source, tmp_path / "bundle")
+    bundle = exported(checkpoint, tmp_path / "bundle", ExportRecipe(FP32, draft=source))
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
     state = np.random.default_rng(3).standard_normal((1, 64)).astype(np.float32)
     found, ids = ModelSession(graph, bundle).run(("top_probabilities", "top_ids"), {"draft_features": state})
@@ -156,7 +149,7 @@ def test_quantized_heads_in_a_file_of_their_own_name(checkpoint: Path, tmp_path:
     tensors = load_file(source / "model.safetensors")
     write_weights(source, {name.removeprefix("medusa_head."): value for name, value in tensors.items()})
     (source / "model.safetensors").rename(source / MEDUSA_FILE)
-    bundle = export(checkpoint, source, tmp_path / "bundle", INT4)
+    bundle = exported(checkpoint, tmp_path / "bundle", ExportRecipe(INT4, draft=source))
     with loaded(bundle) as engine:
         reply = engine.generate("in the in the", GREEDY, speculation=MEDUSA)
         assert reply.text == engine.generate("in the in the", GREEDY, speculation=Speculation.OFF).text
@@ -179,14 +172,4 @@ def test_heads_that_do_not_fit_are_refused(
     del tensors["medusa_head.2.0.linear.bias"]
     write_weights(source, tensors)
     with pytest.raises(EdgeError, match=message):
-        export(checkpoint, source, tmp_path / "bundle")
-
-
-def test_from_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, bundle = write_medusa_heads(tmp_path / "heads"), tmp_path / "bundle"
-    assert main(["export", str(checkpoint), str(bundle), "--draft", str(source)]) == 0
-    capsys.readouterr()
-    assert main([str(bundle), "-p", "the other", "--raw", "-n", "8", "--json", "--spec", "medusa", "--no-cache"]) == 0
-    assert json.loads(capsys.readouterr().out)["usage"]["completion_tokens"] > 0
-    assert main([str(bundle), "-p", "the other", "--raw", "-n", "8", "--spec", "eagle", "--no-cache"]) != 0
-    assert "the drafter eagle is not available" in capsys.readouterr().err
+        exported(checkpoint, tmp_path / "bundle", ExportRecipe(FP32, draft=source))
