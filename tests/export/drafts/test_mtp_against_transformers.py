@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx
 import pytest
 
-from edgerun.export import FP32, ExportRecipe, export_checkpoint
+from edgerun.export import FP32, ExportRecipe
 from edgerun.export.check.head_reference import reference_mtp
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
@@ -21,6 +21,7 @@ from edgerun.export.drafts.mtp_draft import open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from support.tiny_heads import write_mtp_checkpoint
+from support.tiny_models import exported
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -54,12 +55,8 @@ def torch_module(source: Path, tokens: npt.NDArray[np.int64]) -> tuple[Any, Any,
         return loaded(getattr(classes, f"{kind}RMSNorm")(config.hidden_size, eps=config.rms_norm_eps), f"mtp.{name}.")
 
     layer = loaded(getattr(classes, f"{kind}DecoderLayer")(config, 0), "mtp.layers.0.")
-    before, embedding_norm, state_norm, last_norm = (
-        [],
-        norm("pre_fc_norm_embedding"),
-        norm("pre_fc_norm_hidden"),
-        norm("norm"),
-    )
+    names, before = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), []
+    embedding_norm, state_norm, last_norm = map(norm, names)
     model.model.norm.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0]))
     with torch.no_grad():
         normed = model.model(torch.tensor(tokens[:GIVEN])[None]).last_hidden_state
@@ -93,8 +90,7 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     np.testing.assert_allclose(computed.logits, logits, atol=2e-4)
     np.testing.assert_allclose(computed.states, states, atol=2e-4)
 
-    recipe = ExportRecipe(FP32, draft=OWN_MODULE)
-    bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
+    bundle = exported(source, tmp_path / "bundle", ExportRecipe(FP32, draft=OWN_MODULE))
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]
     graph = onnx.load(bundle / "draft.onnx", load_external_data=False)
     given = features[:GIVEN].astype(np.float32)

@@ -30,7 +30,7 @@ from edgerun.models.draft_heads import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
 from support.tiny_heads import write_mtp_checkpoint
-from support.tiny_models import write_checkpoint, write_weights
+from support.tiny_models import exported, write_checkpoint, write_weights
 
 MODULE = DraftRequest(None, HeadKind.MTP)
 
@@ -109,8 +109,7 @@ def test_multimodal_checkpoints_have_it_beside_the_language_model(tmp_path: Path
         for name, value in tensors.items()
     }
     write_weights(source, renamed)
-    recipe = ExportRecipe(INT4, draft=OWN_MODULE)
-    bundle = export_checkpoint(source, tmp_path / "bundle", recipe).bundle
+    bundle = exported(source, tmp_path / "bundle", ExportRecipe(INT4, draft=OWN_MODULE))
     assert (draft_of(bundle) or {})["head"] == "mtp"
 
 
