@@ -97,7 +97,7 @@ class Session:
             lambda ticket: self._answer(text, chosen, start, partial(self._model.queue.pass_turn, ticket)),
             self,
             # The text has not been encoded yet; few tokens are shorter than a character.
-            cache_bytes=self._model.cache_bytes(len(self._chat.ids if self.messages else ()) + len(text), chosen),
+            cache_bytes=self._model.cache_bytes(len(self._chat.ids if self._chat.messages else ()) + len(text), chosen),
             start_text="" if start is None else start.text,
         )
 
