@@ -60,11 +60,29 @@ export async function request(method, path, body, signal) {
 
 const at = (id) => encodeURIComponent(id);
 
-export const getState = () => request("GET", "/api/state");
+/** Fetches what is at a path. Responses may overtake each other: an outdated one is replaced by the one that did. */
+function latestOf(path) {
+  let sent = 0;
+  let received = 0;
+  let latest;
+  return async () => {
+    sent += 1;
+    const number = sent;
+    const got = await request("GET", path);
+    if (number > received) {
+      received = number;
+      latest = got;
+    }
+    return latest;
+  };
+}
+
+export const getState = latestOf("/api/state");
 export const getUsage = () => request("GET", "/api/usage");
 export const changeSettings = (changes) => request("PATCH", "/api/settings", changes);
 
-export const getConversations = (deleted = false) => request("GET", `/api/conversations?deleted=${deleted ? 1 : 0}`);
+export const getConversations = latestOf("/api/conversations?deleted=0");
+export const getDeletedConversations = latestOf("/api/conversations?deleted=1");
 export const createConversation = (fields) => request("POST", "/api/conversations", fields);
 export const getConversation = (id) => request("GET", `/api/conversations/${at(id)}`);
 export const changeConversation = (id, changes) => request("PATCH", `/api/conversations/${at(id)}`, changes);
@@ -94,7 +112,7 @@ export const importConversations = (name, content) => request("POST", "/api/impo
 export const savePreset = (name, preset) => request("PUT", `/api/presets/${at(name)}`, preset);
 export const deletePreset = (name) => request("DELETE", `/api/presets/${at(name)}`);
 
-export const getTools = () => request("GET", "/api/tools");
+export const getTools = latestOf("/api/tools");
 export const readToolServers = (text, signal) => request("POST", "/api/tools/configuration", { text }, signal);
 export const saveToolServer = (name, server) => request("PUT", `/api/tools/${at(name)}`, server);
 export const removeToolServer = (name) => request("DELETE", `/api/tools/${at(name)}`);

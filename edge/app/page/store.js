@@ -96,12 +96,12 @@ export async function refreshConversations() {
 
 /** Shows or hides the list of deleted conversations. */
 export async function showDeleted(shown) {
-  set({ deleted: shown ? (await api.getConversations(true)).conversations : null });
+  set({ deleted: shown ? (await api.getDeletedConversations()).conversations : null });
 }
 
 /** Fetches the list of deleted conversations again. It may have been hidden when the response arrives. */
 async function refreshDeleted() {
-  const { conversations } = await api.getConversations(true);
+  const { conversations } = await api.getDeletedConversations();
   if (state.deleted) set({ deleted: conversations });
 }
 
