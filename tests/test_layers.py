@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from support.source_tree import ROOMS, ROOT, imports, modules_imported, name_of, sources, syntax_tree
+from support.source_tree import ROOMS, ROOT, modules_imported, name_of, source_of, sources
 
 GROUND = ("errors", "telemetry", "version")
 ONLY_IN = {
@@ -39,29 +37,26 @@ SAME_JOB = {
 def test_every_module_is_imported() -> None:
     """Commands are imported by their names (edge/cli/command_line.py)."""
     known = {name_of(path): path for path in sources()}
-    imported = {each for path in known.values() for each in modules_imported(path, set(known))}
+    imported = {each for path in known.values() for each in modules_imported(path, known)}
     packages = {name for name, path in known.items() if path.name == "__init__.py"}
     unused = known.keys() - imported - packages
     assert {".".join(name) for name in unused if name[:2] != ("edge", "cli")} == set()
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_rooms_import_only_what_lies_below_them(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[0]
-    allowed = {*ROOMS[ROOMS.index(room) :], *GROUND}
-    for module in imports(path):
-        if module[0] == "edgerun" and len(module) > 1 and module[1] in {*ROOMS, *GROUND}:
-            assert module[1] in allowed, f"{path} imports {'.'.join(module)}"
+def test_rooms_import_only_what_lies_below_them() -> None:
+    above = {room: {("edgerun", each) for each in ROOMS[:number]} for number, room in enumerate(ROOMS)}
+    imported = [(path, module) for path in sources() for module in source_of(path).imports]
+    assert [each for each in imported if each[1][:2] in above[each[0].relative_to(ROOT).parts[0]]] == []
 
 
 def test_the_ground_floor_imports_nothing_of_edge_run() -> None:
     for name in GROUND:
-        assert not [module for module in imports(ROOT / f"{name}.py") if module[0] == "edgerun"]
+        assert not [module for module in source_of(ROOT / f"{name}.py").imports if module[0] == "edgerun"]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = {name_of(path): path for path in sources()}
-    graph = {name: modules_imported(path, set(known)) - {name} for name, path in known.items()}
+    graph = {name: modules_imported(path, known) - {name} for name, path in known.items()}
     # A package's own names come from its modules, which do not need the package to be finished.
     graph = {name: {each for each in found if each != name[:-1]} for name, found in graph.items()}
     try:
@@ -83,34 +78,23 @@ def test_rooms_have_few_modules_at_their_top(room: str, most: int) -> None:
     assert len(modules) <= most, modules
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
-    name = path.relative_to(ROOT).as_posix()
-    for module in imports(path):
-        if module[0] in ONLY_IN:
-            assert name.startswith(ONLY_IN[module[0]]), f"{name} imports {module[0]}"
+def test_heavy_libraries_stay_in_their_rooms() -> None:
+    imported = [
+        (path.relative_to(ROOT).as_posix(), module[0]) for path in sources() for module in source_of(path).imports
+    ]
+    assert [each for each in imported if each[1] in ONLY_IN and not each[0].startswith(ONLY_IN[each[1]])] == []
 
 
 def test_the_decode_loop_knows_no_text() -> None:
     for path in sources():
         if path.relative_to(ROOT).as_posix().startswith(TOKENS_ONLY):
-            assert not any(module[:3] == ("edgerun", "runtime", "text") for module in imports(path)), path
+            assert not any(module[:3] == ("edgerun", "runtime", "text") for module in source_of(path).imports), path
 
 
-@pytest.mark.parametrize("path", [path for path in sources() if path.relative_to(ROOT).parts[0] == "edge"], ids=str)
-def test_the_engine_is_the_face_of_its_model(path: Path) -> None:
+def test_the_engine_is_the_face_of_its_model() -> None:
     """What edge/ needs of a loaded model is an attribute of `Engine`."""
-    reached = [
-        node.lineno
-        for node in ast.walk(syntax_tree(path))
-        if isinstance(node, ast.Attribute)
-        and node.attr == "model"
-        and (
-            (isinstance(node.value, ast.Attribute) and node.value.attr.endswith("engine"))
-            or (isinstance(node.value, ast.Name) and node.value.id.endswith("engine"))
-        )
-    ]
-    assert reached == []
+    reached = [(path, source_of(path).models_of_engines) for path in (ROOT / "edge").rglob("*.py")]
+    assert [each for each in reached if each[1]] == []
 
 
 def test_every_package_is_in_the_wheel() -> None:

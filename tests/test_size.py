@@ -5,11 +5,9 @@ Where a test fails, merge or delete before you add. A change that makes a room s
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
-from support.source_tree import ROOT, code_lines, modules_imported, name_of, sources, syntax_tree
+from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
     "edge": (13_250, 113, 227),
@@ -25,9 +23,8 @@ HINT = "merge or delete before you add"
 
 @pytest.mark.parametrize("room", BUDGET)
 def test_rooms_stay_within_their_budget(room: str) -> None:
-    paths = [path for path in sources() if path.relative_to(ROOT).parts[0] == room]
-    classes = sum(isinstance(node, ast.ClassDef) for path in paths for node in ast.walk(syntax_tree(path)))
-    size = (sum(map(code_lines, paths)), len(paths), classes)
+    found = [source_of(path) for path in sources() if path.relative_to(ROOT).parts[0] == room]
+    size = (sum(source.code_lines for source in found), len(found), sum(source.classes for source in found))
     over = [figure for figure, most in zip(size, BUDGET[room], strict=True) if figure > most]
     assert not over, f"{room} has {size} lines of code, modules and classes of at most {BUDGET[room]}: {HINT}"
 
@@ -41,8 +38,8 @@ def test_modules_import_no_more_than_their_budget(module: str) -> None:
         name = pending.pop()
         if name not in seen:
             seen.add(name)
-            pending += modules_imported(known[name], set(known))
-    lines = sum(code_lines(known[name]) for name in seen)
+            pending += modules_imported(known[name], known)
+    lines = sum(source_of(known[name]).code_lines for name in seen)
     assert lines <= CLOSURES[module], f"{module} imports {lines} lines of code: {HINT}"
 
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("edge", "export", "runtime", "models")
 """From the top floor down."""
 
 
-def syntax_tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+class Source(NamedTuple):
+    """What tests ask of a module."""
+
+    imports: list[tuple[str, ...]]
+    """Absolute module paths, also of imports inside functions; inside the package they start with 'edgerun'."""
+    code_lines: int
+    """Number of lines that are neither blank nor comment nor docstring."""
+    classes: int
+    models_of_engines: list[int]
+    """Lines that read the attribute `model` of an engine."""
 
 
 def sources() -> list[Path]:
@@ -26,42 +36,32 @@ def name_of(path: Path) -> tuple[str, ...]:
 
 
 @cache
-def imports(path: Path) -> list[tuple[str, ...]]:
-    """Absolute module paths a file imports, also inside functions; inside the package they start with 'edgerun'."""
+def source_of(path: Path) -> Source:
+    """Parse a module, once."""
     package = ("edgerun", *path.relative_to(ROOT).parent.parts)
-    found: list[tuple[str, ...]] = []
-    for node in ast.walk(syntax_tree(path)):
+    text = path.read_text(encoding="utf-8")
+    imports: list[tuple[str, ...]] = []
+    texts: set[int] = set()
+    classes, models = 0, []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [tuple(alias.name.split(".")) for alias in node.names]
+            imports += [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
-            found += [(*module, alias.name) for alias in node.names]
-    return found
+            imports += [(*module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).endswith("engine.model"):
+            models.append(node.lineno)
+        classes += isinstance(node, ast.ClassDef)
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    code = sum(number not in texts and bool(line) and not line.startswith("#") for number, line in lines)
+    return Source(imports, code, classes, models)
 
 
-def modules_imported(path: Path, known: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+def modules_imported(path: Path, known: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
     """Modules and packages of edge-run that a file imports, or takes names from."""
-    found = set()
-    for module in imports(path):
-        inside = module[1:] if module[0] == "edgerun" else ()
-        for end in range(len(inside), 0, -1):
-            if inside[:end] in known:
-                found.add(inside[:end])
-                break
-    return found
-
-
-@cache
-def code_lines(path: Path) -> int:
-    """Number of lines that are neither blank nor comment nor docstring."""
-    texts: set[int] = set()
-    for node in ast.walk(syntax_tree(path)):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                texts.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    return sum(
-        number not in texts and bool(line.strip()) and not line.strip().startswith("#") for number, line in lines
-    )
+    inside = [module[1:] for module in source_of(path).imports if module[0] == "edgerun"]
+    prefixes = ([module[:end] for end in range(len(module), 0, -1)] for module in inside)
+    return {found for each in prefixes if (found := next((name for name in each if name in known), None))}
