@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,20 +17,6 @@ from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.result import Reply
 from support.openai_clients import ClientCall, Outcome
-from support.openai_outcomes import (
-    cached_tokens,
-    expected_chat,
-    expected_completion,
-    expected_response,
-    read_chat,
-    read_completion,
-    read_error,
-    read_response,
-    read_streamed_chat,
-    read_streamed_completion,
-    read_streamed_response,
-    refusal,
-)
 from support.tiny_models import write_bundle, write_checkpoint, write_endless_bundle, write_json
 
 CHAT, ENDLESS, VECTORS = "chat", "endless", "vectors"
@@ -54,12 +40,138 @@ _TEMPLATE: Final = (
 
 @dataclass(frozen=True)
 class Request:
-    """A request, what is read of its outcome, and what that must be."""
+    """A request, and what its outcome must show: values by the names of fields, at any depth."""
 
     name: str
     call: ClientCall
-    read: Callable[[Outcome], Any]
-    expected: Any
+    expected: dict[str, Any]
+
+    def shown(self, outcome: Outcome) -> Any:
+        """What an outcome has of the expected fields."""
+        if outcome.error is not None:
+            return _fields(outcome.error, self.expected)
+        if self.call.arguments.get("stream"):
+            return _fields(_joined(outcome.objects), self.expected)
+        if self.call.method == "models.list":
+            return _fields({"data": outcome.objects}, self.expected)
+        (found,) = outcome.objects
+        return _fields({**found, "output_text": outcome.text}, self.expected)
+
+
+def _fields(value: Any, expected: Any) -> Any:
+    """A value without the fields that are not expected."""
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return {name: _fields(value.get(name), each) for name, each in expected.items()}
+    if isinstance(expected, list) and isinstance(value, list) and len(value) == len(expected):
+        return [_fields(*each) for each in zip(value, expected, strict=True)]
+    return set(value) if isinstance(expected, set) else value
+
+
+def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The object that the chunks of a stream are the parts of."""
+    if "type" in chunks[0]:
+        return {
+            **chunks[-1]["response"],
+            "events": [kind for kind, _ in groupby(event["type"] for event in chunks)],
+            "numbers": [event["sequence_number"] for event in chunks] == [*range(len(chunks))],
+            "output_text": "".join(event["delta"] for event in chunks if event["type"] == "response.output_text.delta"),
+        }
+    choices: dict[int, dict[str, Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        delta = choice.get("delta", {"content": choice.get("text")})
+        first = {"index": choice["index"], "message": {"role": delta.get("role")}, "pieces": [], "logprobs": []}
+        whole = choices.setdefault(choice["index"], first)
+        assert whole.get("finish_reason") is None
+        whole["finish_reason"] = choice["finish_reason"]
+        whole["pieces"] += filter(None, [delta.get("content")])
+        whole["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+    for whole in choices.values():
+        whole["text"] = whole["message"]["content"] = "".join(whole["pieces"])
+        whole["in pieces"] = len(whole["pieces"]) > 1
+        whole["logprobs"] = {"content": whole["logprobs"]} if whole["logprobs"] else None
+    (usage,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")] or [None]
+    ids = {chunk["id"] for chunk in chunks}
+    ordered = [choices[index] for index in sorted(choices)]
+    return {**chunks[0], "usage": usage, "choices": ordered, "ids": len(ids), "chunks": len(chunks)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Fitting:
+    """Equals every text for which a condition holds."""
+
+    fits: Callable[[str], bool]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.fits(other)
+
+    __hash__ = None
+
+
+def _expected_chat(reply: Reply, model: str) -> dict[str, Any]:
+    def logprobs(choice: Reply) -> dict[str, Any] | None:
+        def numbered(token: Any) -> dict[str, Any]:
+            said = {"token": token.text, "bytes": list(token.bytes)}
+            return {**said, "logprob": pytest.approx(token.logprob, abs=1e-4)}
+
+        tokens = [{**numbered(token), "top_logprobs": [*map(numbered, token.top)]} for token in choice.logprobs]
+        return {"content": tokens} if tokens else None
+
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text},
+            "finish_reason": choice.finish_reason.value,
+            "logprobs": logprobs(choice),
+        }
+        for index, choice in enumerate(reply.choices)
+    ]
+    return {"model": model, "choices": choices, "usage": _usage([reply])}
+
+
+def _usage(replies: list[Reply]) -> dict[str, int]:
+    prompt = sum(reply.stats.prompt_tokens for reply in replies)
+    answers = sum(choice.stats.completion_tokens for reply in replies for choice in reply.choices)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
+
+
+def _expected_completion(replies: list[Reply]) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason.value,
+            "logprobs": {
+                "tokens": [token.text for token in answer.logprobs],
+                "token_logprobs": pytest.approx([token.logprob for token in answer.logprobs], abs=1e-4),
+                "top_logprobs": [{each.text for each in token.top} for token in answer.logprobs],
+                "text_offset": [*accumulate((len(token.text) for token in answer.logprobs), initial=0)][:-1],
+            }
+            if answer.logprobs
+            else None,
+        }
+        for index, answer in enumerate(answer for reply in replies for answer in reply.choices)
+    ]
+    return {"choices": choices, "usage": _usage(replies)}
+
+
+def _expected_response(reply: Reply) -> dict[str, Any]:
+    ended = reply.finish_reason is FinishReason.STOP
+    prompt, completion, total = _usage([reply]).values()
+    return {
+        "status": "completed" if ended else "incomplete",
+        "incomplete_details": None if ended else {"reason": "max_output_tokens"},
+        "output": [{"content": [{"text": reply.text}]}],
+        "output_text": reply.text,
+        "usage": {"input_tokens": prompt, "output_tokens": completion, "total_tokens": total},
+    }
+
+
+def _refusal(
+    name: str, status: int, code: str, param: str | None, said: str, *, kind: str = "invalid_request_error"
+) -> dict[str, Any]:
+    """What is described of an exception whose message contains `said`."""
+    message = _Fitting(lambda text: said in text)
+    return {"class": name, "status": status, "code": code, "param": param, "type": kind, "message": message}
 
 
 def write_models(folder: Path) -> list[Path]:
@@ -107,12 +219,14 @@ def _chat(engine: Engine, name: str, messages: list[Any], options: Mapping[str, 
     options = {**_GREEDY, **options}
     fields = {"model": CHAT, "messages": messages, **options, **changed}
     call = ClientCall("chat.completions.create", {key: value for key, value in fields.items() if value is not None})
-    expected = expected_chat(engine.generate(messages, GenerateOptions(**options)), CHAT)
-    if not changed.get("stream"):
-        return Request(name, call, read_chat, expected)
-    if "stream_options" not in changed:
-        expected["usage"] = []
-    return Request(name, call, read_streamed_chat, {**expected, "ids": 1, "is in pieces": True})
+    expected = _expected_chat(engine.generate(messages, GenerateOptions(**options)), CHAT)
+    if changed.get("stream"):
+        expected["ids"] = 1
+        for choice in expected["choices"]:
+            choice["in pieces"] = True
+        if "stream_options" not in changed:
+            expected["usage"] = None
+    return Request(name, call, expected)
 
 
 def _chats(engine: Engine) -> list[Request]:
@@ -143,9 +257,12 @@ def _chats(engine: Engine) -> list[Request]:
         _chat(engine, "logprobs", TELL, {**_SAMPLED, "n": 2, "logprobs": 3}, logprobs=True, top_logprobs=3),
     ]
     # Every request of these is there for an option or a message that changes the answer.
-    texts = {request.name: request.expected["texts"] for request in requests}
-    assert all(text != [greedy] for text in texts.values()), texts
-    assert len({tuple(texts[name]) for name in ("seed", "another seed", "temperature", "top_p")}) == 4, texts
+    texts = {
+        request.name: tuple(choice["message"]["content"] for choice in request.expected["choices"])
+        for request in requests
+    }
+    assert all(text != (greedy,) for text in texts.values()), texts
+    assert len({texts[name] for name in ("seed", "another seed", "temperature", "top_p")}) == 4, texts
     assert len(set(texts["n"])) == 3, texts
     return requests
 
@@ -168,7 +285,7 @@ def _streamed_chats(engine: Engine, ending: list[Any], ended: Reply) -> list[Req
             logprobs=True,
             top_logprobs=2,
         ),
-        Request("stream: put together by the client", whole, read_chat, {**expected_chat(ended, CHAT), "usage": []}),
+        Request("stream: put together by the client", whole, {**_expected_chat(ended, CHAT), "usage": None}),
     ]
 
 
@@ -185,15 +302,10 @@ def _conversation(engine: Engine, client: str) -> list[Request]:
     second = [*first, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "go on"}]
     reply = engine.generate(second, **_GREEDY)
     assert answer.stats.prompt_tokens <= reply.stats.reused_tokens < reply.stats.prompt_tokens
-    return [
-        Request(
-            name,
-            ClientCall("chat.completions.create", {"model": CHAT, "messages": messages, **_GREEDY}),
-            lambda outcome: {**read_chat(outcome), "cached": cached_tokens(outcome)},
-            {**expected_chat(expected, CHAT), "cached": expected.stats.reused_tokens},
-        )
-        for name, messages, expected in (("a first turn", first, answer), ("a second turn", second, reply))
-    ]
+    requests = [_chat(engine, "a first turn", first, {}), _chat(engine, "a second turn", second, {})]
+    for request, expected in zip(requests, (answer, reply), strict=True):
+        request.expected["usage"]["prompt_tokens_details"] = {"cached_tokens": expected.stats.reused_tokens}
+    return requests
 
 
 def _completions(engine: Engine) -> list[Request]:
@@ -208,8 +320,7 @@ def _completions(engine: Engine) -> list[Request]:
 
     def completion(name: str, prompt: Any, replies: list[Reply], **fields: Any) -> Request:
         arguments = {"model": CHAT, "prompt": prompt, **_GREEDY, **fields}
-        read = read_streamed_completion if "stream" in fields else read_completion
-        return Request(name, ClientCall("completions.create", arguments), read, expected_completion(replies))
+        return Request(name, ClientCall("completions.create", arguments), _expected_completion(replies))
 
     return [
         completion("completion: a text", prompts[0], continued[:1]),
@@ -231,18 +342,18 @@ def _responses(engine: Engine, ending: list[Any], ended: Reply) -> list[Request]
     system = {"role": "system", "content": "be brief"}
     turns = [*TELL, {"role": "assistant", "content": "no"}, {"role": "user", "content": "go on"}]
     cut = {"model": CHAT, "temperature": 0, "max_output_tokens": 12}
+    streamed = engine.generate(turns, **_GREEDY)
     return [
         Request(
             "response",
             ClientCall("responses.create", {**cut, "input": TELL[0]["content"], "instructions": "be brief"}),
-            read_response,
-            expected_response(engine.generate([system, *TELL], **_GREEDY)),
+            _expected_response(engine.generate([system, *TELL], **_GREEDY)),
         ),
         Request(
             "response: streamed",
             ClientCall("responses.create", {**cut, "input": turns, "stream": True}),
-            read_streamed_response,
             {
+                **_expected_response(streamed),
                 "events": [
                     "response.created",
                     "response.in_progress",
@@ -254,9 +365,7 @@ def _responses(engine: Engine, ending: list[Any], ended: Reply) -> list[Request]
                     "response.output_item.done",
                     "response.incomplete",
                 ],
-                "are numbered": True,
-                "text": engine.generate(turns, **_GREEDY).text,
-                "response": {**expected_response(engine.generate(turns, **_GREEDY)), "output_text": None},
+                "numbers": True,
             },
         ),
         Request(
@@ -264,8 +373,7 @@ def _responses(engine: Engine, ending: list[Any], ended: Reply) -> list[Request]
             ClientCall(
                 "responses.stream", {"model": CHAT, "input": ending, "temperature": 0, "max_output_tokens": 100}
             ),
-            read_response,
-            expected_response(ended),
+            _expected_response(ended),
         ),
     ]
 
@@ -276,34 +384,17 @@ def _models_and_embeddings(engines: Mapping[str, Engine]) -> list[Request]:
 
     def embeddings(name: str, given: Any, encoded: list[str], **fields: Any) -> Request:
         tokens = sum(len(engine.tokenizer.encode(text, add_special_tokens=True)) for text in encoded)
-        return Request(
-            name,
-            ClientCall("embeddings.create", {"model": VECTORS, "input": given, **fields}),
-            lambda outcome: {
-                "indexes": [each["index"] for each in outcome.objects[0]["data"]],
-                "vectors": [number for each in outcome.objects[0]["data"] for number in each["embedding"]],
-                "usage": outcome.objects[0]["usage"],
-            },
-            {
-                "indexes": [*range(len(encoded))],
-                "vectors": pytest.approx(engine.embed(encoded).ravel().tolist(), abs=1e-5),
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            },
-        )
+        vectors = [pytest.approx(vector, abs=1e-5) for vector in engine.embed(encoded).tolist()]
+        expected = {
+            "data": [{"index": index, "embedding": vector} for index, vector in enumerate(vectors)],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        return Request(name, ClientCall("embeddings.create", {"model": VECTORS, "input": given, **fields}), expected)
 
+    models = [{"id": name, "object": "model", "owned_by": "edge-run"} for name in engines]
     return [
-        Request(
-            "models",
-            ClientCall("models.list", {}),
-            lambda outcome: [(each["id"], each["object"], each["owned_by"]) for each in outcome.objects],
-            [(name, "model", "edge-run") for name in engines],
-        ),
-        Request(
-            "a model",
-            ClientCall("models.retrieve", {"model": VECTORS}),
-            lambda outcome: outcome.objects[0]["id"],
-            VECTORS,
-        ),
+        Request("models", ClientCall("models.list", {}), {"data": models}),
+        Request("a model", ClientCall("models.retrieve", {"model": VECTORS}), {"id": VECTORS}),
         embeddings("embeddings: a text", texts[0], texts[:1]),
         embeddings("embeddings: texts as numbers", texts, texts, encoding_format="float"),
     ]
@@ -311,76 +402,41 @@ def _models_and_embeddings(engines: Mapping[str, Engine]) -> list[Request]:
 
 def _errors(engine: Engine) -> list[Request]:
     long = [{"role": "user", "content": "word " * 600}]
-    too_long = refusal("BadRequestError", 400, "context_length_exceeded", None, _context_error(engine, long))
+    with pytest.raises(ContextError, match=r"\d+\D+\d+") as raised:
+        engine.generate(long, **_GREEDY)
+    too_long = _refusal("BadRequestError", 400, "context_length_exceeded", None, str(raised.value))
+    unknown = _refusal("NotFoundError", 404, "model_not_found", "model", "gpt-4", kind="not_found_error")
+    no_field = _refusal("BadRequestError", 400, "unknown_parameter", "colour", "colour")
+    no_vectors = _refusal("BadRequestError", 400, "invalid_request", None, "does not give hidden states")
+    wrong_key = _refusal("AuthenticationError", 401, "invalid_api_key", None, "API key", kind="authentication_error")
 
-    def chat(name: str, expected: dict[str, Any], extra: Mapping[str, Any] | None = None, **fields: Any) -> Request:
-        arguments = {"model": CHAT, "messages": TELL, **_GREEDY, **fields}
-        return Request(
-            f"error: {name}",
-            ClientCall("chat.completions.create", arguments, dict(extra or {})),
-            read_error,
-            expected,
-        )
+    def chat(**fields: Any) -> dict[str, Any]:
+        return {"model": CHAT, "messages": TELL, **_GREEDY, **fields}
 
-    unknown = refusal("NotFoundError", 404, "model_not_found", "model", "gpt-4", kind="not_found_error")
+    method = "chat.completions.create"
     return [
-        chat("unknown model", unknown, model="gpt-4"),
-        chat(
-            "unknown field",
-            refusal("BadRequestError", 400, "unknown_parameter", "colour", "colour"),
-            {"colour": "red"},
-        ),
-        chat("context too long", too_long, messages=long),
-        chat("context too long, streamed", too_long, messages=long, stream=True),
+        Request("error: unknown model", ClientCall(method, chat(model="gpt-4")), unknown),
+        Request("error: unknown field", ClientCall(method, chat(), {"colour": "red"}), no_field),
+        Request("error: context too long", ClientCall(method, chat(messages=long)), too_long),
+        Request("error: context too long, streamed", ClientCall(method, chat(messages=long, stream=True)), too_long),
         Request(
-            "error: no hidden states",
-            ClientCall("embeddings.create", {"model": CHAT, "input": "text"}),
-            read_error,
-            refusal("BadRequestError", 400, "invalid_request", None, "does not give hidden states"),
+            "error: no hidden states", ClientCall("embeddings.create", {"model": CHAT, "input": "text"}), no_vectors
         ),
-        Request(
-            "error: wrong API key",
-            ClientCall("models.list", {}, api_key="wrong"),
-            read_error,
-            refusal("AuthenticationError", 401, "invalid_api_key", None, "API key", kind="authentication_error"),
-        ),
+        Request("error: wrong API key", ClientCall("models.list", {}, api_key="wrong"), wrong_key),
     ]
-
-
-def _context_error(engine: Engine, messages: list[Any]) -> str:
-    """What the engine says to a prompt that is too long."""
-    with pytest.raises(ContextError) as raised:
-        engine.generate(messages, **_GREEDY)
-    assert len(re.findall(r"\d+", str(raised.value))) >= 2
-    return str(raised.value)
 
 
 def _leaving(engine: Engine) -> list[Request]:
     answer = engine.generate(TELL, temperature=0.0, max_tokens=40).text
     endless = {"model": ENDLESS, "messages": TELL, "temperature": 0, "stream": True, "max_tokens": 20_000}
     chat = {**endless, "stream": False, "max_tokens": 40}
-
-    def again(name: str, retries: int) -> Request:
-        call = ClientCall("chat.completions.create", chat, retries=retries)
-        return Request(name, call, lambda outcome: read_chat(outcome)["texts"], [answer])
-
+    begun = {"chunks": 4, "choices": [{"in pieces": True, "text": _Fitting(answer.startswith)}]}
+    whole = {"choices": [{"message": {"content": answer}}]}
+    method = "chat.completions.create"
+    busy = _refusal("RateLimitError", 429, "busy", None, "wait", kind="rate_limit_error")
     return [
-        Request(
-            "a stream that is left",
-            ClientCall("chat.completions.create", endless, leave_after=4),
-            lambda outcome: (
-                len(outcome.objects),
-                read_streamed_chat(outcome)["is in pieces"],
-                answer.startswith(read_streamed_chat(outcome)["texts"][0]),
-            ),
-            (4, True, True),
-        ),
-        again("the same prompt after that", 0),
-        Request(
-            "error: busy",
-            ClientCall("chat.completions.create", chat, held=(endless,) * BUSY_AFTER),
-            read_error,
-            refusal("RateLimitError", 429, "busy", None, "wait", kind="rate_limit_error"),
-        ),
-        again("the same prompt with retries", 5),
+        Request("a stream that is left", ClientCall(method, endless, leave_after=4), begun),
+        Request("the same prompt after that", ClientCall(method, chat), whole),
+        Request("error: busy", ClientCall(method, chat, held=(endless,) * BUSY_AFTER), busy),
+        Request("the same prompt with retries", ClientCall(method, chat, retries=5), whole),
     ]

@@ -41,7 +41,7 @@ def server(models: list[Path]) -> Iterator[Served]:
 def check(requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
     """Check that every request shows what it must."""
     assert len(requests) == len(outcomes) == 44
-    shown = {request.name: request.read(outcome) for request, outcome in zip(requests, outcomes, strict=True)}
+    shown = {request.name: request.shown(outcome) for request, outcome in zip(requests, outcomes, strict=True)}
     expected = {request.name: request.expected for request in requests}
     assert shown == expected
 
