@@ -57,7 +57,7 @@ def app(
     """
     with missing_extra("the server", "serve"):
         from .edge.server.asgi_app import asgi_app  # noqa: PLC0415
-        from .edge.server.endpoint import RequestService  # noqa: PLC0415
+        from .edge.server.endpoints import RequestService  # noqa: PLC0415
         from .edge.server.server_settings import ServerSettings  # noqa: PLC0415
     from .edge.service.model_pool import ModelPool  # noqa: PLC0415
     from .runtime.devices.providers import choose_device  # noqa: PLC0415

@@ -34,7 +34,7 @@ import edgerun
 from artifacts import bundle
 from edgerun import Engine
 from edgerun.edge.server.asgi_app import asgi_app
-from edgerun.edge.server.endpoint import RequestService
+from edgerun.edge.server.endpoints import RequestService
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.server.uvicorn_server import DrainingServer, bound_socket
 from edgerun.edge.service.model_pool import ModelPool

@@ -21,9 +21,8 @@ from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
 from ..server.http_messages import JsonResponse, RefusedError, error_response, read_body
 from ..server.server_settings import ServerSettings
-from ..service.body_decoder import decode_body
+from ..service.body_decoder import MAX_CHARACTERS, decode_body
 from ..service.request_error import ErrorCode, RequestError
-from ..service.strict_json import MAX_CHARACTERS
 
 _log: Final = logging.getLogger(__name__)
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import EdgeError
 from ..conversations.records import Change, ChangeKind, MessageState, as_object
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
-from ..server.endpoint import RequestService
+from ..server.endpoints import RequestService
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import AppContext
 from .conversation_endpoints import conversation_routes

@@ -16,7 +16,6 @@ from ..terminal.output import write_out
 from .pool_options import POOL, Models
 from .shared_options import OptionsOf, takes_options
 
-_STDIN: Final = 0
 _SHORTEST_LINE: Final = 1024
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
@@ -49,9 +48,7 @@ def rpc(
     if options.schema:
         write_out(f"{json.dumps(protocol_schema(), indent=1)}\n")
         return
-    from ...runtime.devices.providers import choose_device
     from ..rpc.connection import MAX_REQUESTS
-    from ..rpc.line_transport import binary, take_over_stdout
     from ..rpc.stdio_service import serve
 
     if sys.stdin is None:
@@ -61,13 +58,4 @@ def rpc(
         raise InputError(f"--max-line is {options.max_line}", f"it must be at least {_SHORTEST_LINE} bytes")
     each = replace(load, max_waiting=MAX_REQUESTS)
     with POOL.record(given).open(models, each) as pool:
-        binary(_STDIN)
-        serve(
-            pool,
-            _STDIN,
-            take_over_stdout(),
-            kind=choose_device(load.device).kind,
-            power=Power(load.power),
-            max_line_bytes=max_line_bytes,
-            debug=given["debug"],
-        )
+        serve(pool, power=Power(load.power), max_line_bytes=max_line_bytes, debug=given["debug"])

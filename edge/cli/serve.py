@@ -75,7 +75,7 @@ def serve(
     options, load = _SERVE.record(given), _LOAD.record(given)
     with missing_extra("the server", "serve"):
         from ..server.asgi_app import asgi_app
-        from ..server.endpoint import RequestService
+        from ..server.endpoints import RequestService
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import DrainingServer, bound_socket
         from ..service.kept_prefixes import KeptPrefix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from ...errors import ConversationError
 from ...models.user_folders import data_folder
 from .conversation_table import as_json, reads, writes
 from .database import IN_MEMORY, ConversationDatabase
-from .message_search import search_messages
 from .message_table import MessageTable, checked_content, encoded_rounds, is_running
 from .records import CallRound, ChangeKind, Conversation, MessageState, Role, SearchHit, StoredMessage, valid_text
 from .transfer import as_json_file, as_markdown, insert_conversation, read_json, read_markdown
@@ -24,6 +24,18 @@ _log: Final = logging.getLogger(__name__)
 FILE_NAME: Final = "conversations.sqlite3"
 KEPT_DAYS: Final = 30
 """For how long deletions can be undone."""
+_MOST_WORDS: Final = 16
+_BEFORE: Final = 40
+"""Characters of a snippet before the first place."""
+_SNIPPET: Final = 160
+_MARKS: Final = re.compile(
+    r"^[ \t]*(?:`{3,}|~{3,}).*$"  # the fences of code
+    r"|^[ \t]*(?:(?:#{1,6}|[-*+>])[ \t]+(?:\[[ xX]\][ \t]+)?)+"  # headings, lists, tasks and quotes
+    r"|`+|\*\*+|~~"
+    r"|(?<![\w*])\*(\w(?:[^*\n]*\w)?)\*(?![\w*])",  # emphasis: the asterisk of *.py is none
+    re.MULTILINE,
+)
+"""Marks of Markdown, which snippets leave out; the first group is what stays."""
 
 
 class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"]):
@@ -178,9 +190,31 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         )
         return [dict(zip(("model", "answers", "read", "generated"), row, strict=True)) for row in rows]
 
+    @reads
     def search(self, text: str, limit: int = 50) -> list[SearchHit]:
-        """Titles, then messages that contain all words of `text`, newest first; any text is a valid query."""
-        return search_messages(self.database, text, limit)
+        """Titles, then messages that contain every word of `text` somewhere, also inside words; the newest first.
+
+        Any text is a valid query. Deleted messages and conversations are not found. Upper and lower case are the same.
+        """
+        if not (words := query_words(text)):
+            return []
+        condition = " AND ".join(["holds({}, ?)"] * len(words))
+        titles = f"""
+            SELECT id, title, NULL, title FROM conversation
+            WHERE deleted IS NULL AND {condition.replace("{}", "title")} ORDER BY updated DESC LIMIT ?
+        """  # noqa: S608
+        messages = f"""
+            SELECT message.conversation, title, message.id, message.content
+            FROM message JOIN conversation ON conversation.id = message.conversation
+            WHERE {condition.replace("{}", "message.content")}
+                AND message.deleted IS NULL AND conversation.deleted IS NULL
+            ORDER BY message.number DESC LIMIT ?
+        """  # noqa: S608
+        rows = [row for statement in (titles, messages) for row in self.sql(statement, *words, limit)]
+        return [
+            SearchHit(conversation, title, message, title if message is None else snippet_of(content, words))
+            for conversation, title, message, content in rows[:limit]
+        ]
 
     @reads
     def export_markdown(self, conversation_id: str) -> str:
@@ -259,3 +293,25 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         (current,) = self.sql("SELECT writer FROM message WHERE id = ?", message.id).fetchone()
         if current not in {None, self.writer} and is_running(current):
             raise ConversationError("this answer is being written by another window", "wait until it is finished")
+
+
+def query_words(text: str) -> list[str]:
+    """The words of a query, without repetition."""
+    return list(dict.fromkeys(valid_text(text.replace("\0", " ")).split()))[:_MOST_WORDS]
+
+
+def snippet_of(content: str, words: Sequence[str]) -> str:
+    """A piece of the text around the first place with one of the words, on one line and without marks of Markdown.
+
+    The marks stay where words of the query contain them.
+    """
+    folded = content.lower()
+    places = [place for word in words if (place := folded.find(word.lower())) >= 0]
+    start = max(0, min(places, default=0) - _BEFORE)
+    end = start + 2 * _SNIPPET  # the marks take room too
+    piece = content[start:end]
+    plain = _MARKS.sub(r"\1", piece)
+    if any(word.lower() in piece.lower() and word.lower() not in plain.lower() for word in words):
+        plain = piece
+    text = " ".join(plain.split())
+    return ("…" if start else "") + text[:_SNIPPET] + ("…" if end < len(content) or len(text) > _SNIPPET else "")

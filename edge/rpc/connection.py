@@ -15,9 +15,8 @@ import msgspec
 
 from ...errors import CancelledError, EdgeError
 from ...runtime.scheduling.request_run import Run
-from ..service.body_decoder import decode_body
+from ..service.body_decoder import MAX_DEPTH, decode_body, described
 from ..service.request_error import ErrorCode, RequestError
-from ..service.strict_json import MAX_DEPTH, described
 from .line_transport import LineWriter
 from .protocol import (
     CLIENT_NOTIFICATIONS,

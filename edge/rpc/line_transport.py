@@ -15,6 +15,7 @@ from ...runtime.scheduling.request_run import Cancellation
 MAX_UNREAD_BYTES: Final = 1 << 20
 """Bytes of lines that the client has not read yet, above which notifications wait; responses wait at twice as many."""
 _READ_BYTES: Final = 1 << 16
+STDIN: Final = 0
 _STDOUT, _STDERR = 1, 2
 
 

@@ -13,10 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ..service.body_decoder import decode_body
-from ..service.chat_body import ChatBody, parse_chat
 from ..service.generation_fields import PositiveInt, SamplingFields
 from ..service.model_pool import ModelState
-from ..service.text_bodies import DetokenizeBody, TokenizeBody, TokenizeRequest
+from ..service.text_bodies import ChatBody, DetokenizeBody, TokenizeBody, TokenizeRequest, parse_chat
 
 PROTOCOL_VERSION: Final = 1
 

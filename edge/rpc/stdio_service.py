@@ -1,27 +1,53 @@
-"""The protocol on standard input and output, from the first line to the end of the process."""
+"""The protocol on standard input and output, and its methods about models and single answers."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, Final
 
-from ...models.graph_variant import DeviceKind
-from ...runtime.devices.processor import Power
+import psutil
+from msgspec import UNSET
+
+from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
+from ...models.hub.fetch import fetch_model
+from ...runtime.devices.processor import Power, choose_power
+from ...runtime.devices.providers import available_devices
+from ...runtime.result import Reply
+from ...runtime.scheduling.request_run import Run
 from ...version import __version__
-from ..service.model_pool import ModelPool
-from .connection import MAX_REQUESTS, Call, Connection
-from .line_transport import MAX_UNREAD_BYTES, LineWriter, read_lines
-from .model_methods import ModelMethods
+from ..service.generation_fields import GenerationRequest, check_token_ids
+from ..service.model_pool import ModelPool, ModelState
+from ..service.openai_objects import ChatCompletionObjects
+from ..service.text_bodies import DetokenizeBody, TokenizeRequest
+from .connection import MAX_REQUESTS, Call, Connection, Handler
+from .line_transport import MAX_UNREAD_BYTES, STDIN, LineWriter, binary, read_lines, take_over_stdout
 from .protocol import (
     METHODS,
     NOTIFICATIONS,
     PROTOCOL_VERSION,
     Capabilities,
+    DetokenizeResult,
+    DeviceInfo,
     Done,
+    GenerateUpdate,
     InitializeParams,
     InitializeResult,
     Limits,
+    Memory,
+    ModelInfo,
+    ModelList,
+    ModelParams,
+    NoParams,
+    PowerState,
+    PullParams,
+    PullResult,
     Requests,
     ServerInfo,
+    Status,
+    TokenizeResult,
+    UnloadResult,
 )
 from .session_methods import MAX_SESSIONS, SessionMethods
 
@@ -29,23 +55,98 @@ _LAST_LINES_S: Final = 5.0
 """Seconds that the client has to read the last responses when the process ends."""
 
 
-def serve(
-    pool: ModelPool,
-    input_: int,
-    output: int,
-    *,
-    kind: DeviceKind,
-    power: Power,
-    max_line_bytes: int,
-    debug: bool,
-) -> None:
+class ModelMethods:
+    """Answers requests about models.
+
+    Args:
+        pool: the models.
+    """
+
+    def __init__(self, pool: ModelPool) -> None:
+        self._pool: Final = pool
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods by name."""
+        return {
+            "models/list": self._list,
+            "models/pull": self._pull,
+            "models/load": self._load,
+            "models/unload": self._unload,
+            "generate": self._generate,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+
+    def _list(self, _call: Call, _params: NoParams) -> ModelList:
+        loaded = {status.id for status in self._pool.status() if status.loaded}
+        return ModelList(
+            models=[
+                ModelInfo(id=entry.id, loaded=entry.id in loaded, owner=entry.owner, created=entry.created)
+                for entry in self._pool.offered.entries()
+            ]
+        )
+
+    def _pull(self, call: Call, params: PullParams) -> PullResult:
+        id_ = parse_hub_id(params.id)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            call.cancellation.check()
+            call.progress(stage, done / total if total else 0.0, done_bytes=done, total_bytes=total)
+
+        done: Future[DownloadedModel] = Future()
+
+        def download(_run: Run[None]) -> None:
+            with suppress(InvalidStateError):  # the request was cancelled meanwhile
+                try:
+                    done.set_result(fetch_model(id_, self._pool.kind, newest=True, progress=progress))
+                except Exception as error:  # noqa: BLE001  who waits raises it
+                    done.set_exception(error)
+
+        # In a thread of its own, so that who waits for it can be cancelled while the network is silent.
+        Run(download, "edge-run download").start()
+        with call.cancellation.calling(done.cancel):
+            found = done.result()
+        offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.offered.entries())
+        return PullResult(id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered)
+
+    def _load(self, call: Call, params: ModelParams) -> ModelState:
+        return self._pool.load(params.model, call.progress, cancellation=call.cancellation)
+
+    def _unload(self, _call: Call, params: ModelParams) -> UnloadResult:
+        return UnloadResult(unloaded=self._pool.unload(params.model))
+
+    def _generate(self, call: Call, request: GenerationRequest) -> Mapping[str, Any]:
+        model = self._pool.offered.find(request.model).id
+        objects = ChatCompletionObjects(request, model)
+        with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
+            request.check(engine)
+            chunks = []
+            with call.cancellation.reading(request.begin(engine)) as stream:
+                for chunk in stream:
+                    chunks.append(chunk)
+                    for object_ in objects.chunk(chunk) if request.stream else ():
+                        call.notify("generate/update", GenerateUpdate(request_id=call.id, chunk=object_))
+            call.cancellation.check()
+        return objects.whole(Reply.of(chunks))
+
+    def _tokenize(self, call: Call, request: TokenizeRequest) -> TokenizeResult:
+        with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
+            tokens = request.encode(engine)
+            shown = engine.tokenizer.token_bytes.shown
+            pieces = list(map(shown, tokens)) if request.with_pieces else UNSET
+            return TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
+
+    def _detokenize(self, call: Call, request: DetokenizeBody) -> DetokenizeResult:
+        with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
+            check_token_ids(engine, request.tokens, "tokens")
+            return DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
+
+
+def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) -> None:
     """Answer the client until the input ends, the client closes the output, or it asks to shut down.
 
     Args:
         pool: the models; closed at the end.
-        input_: descriptor to read.
-        output: descriptor to write, which is closed at the end.
-        kind: kind of device that models run on.
         power: how models run.
         max_line_bytes: largest line of the client.
         debug: whether to write tracebacks of unexpected errors to standard error.
@@ -64,14 +165,43 @@ def serve(
             ),
         )
 
-    def requests() -> Requests:
-        return Requests(running=connection.running, sessions=len(sessions))
+    def status(_call: Call, _params: NoParams) -> Status:
+        memory = psutil.virtual_memory()
+        return Status(
+            models=list(pool.status()),
+            requests=Requests(running=connection.running, sessions=len(sessions)),
+            memory=Memory(
+                process=psutil.Process().memory_info().rss,
+                available=memory.available,
+                total=memory.total,
+                max_models=pool.max_bytes,
+            ),
+            devices=[
+                DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
+                for device in available_devices()
+            ],
+            power=_power_state(power),
+        )
 
+    binary(STDIN)
     sessions = SessionMethods(pool)
-    handlers = {**ModelMethods(pool, kind, power, requests).handlers(), **sessions.handlers()}
-    writer = LineWriter(output, lambda: connection.end())  # noqa: PLW0108  the connection is made after it
-    handlers |= {"initialize": initialize, "shutdown": lambda _call, _params: Done()}
+    handlers = {**ModelMethods(pool).handlers(), **sessions.handlers()}
+    writer = LineWriter(take_over_stdout(), lambda: connection.end())  # noqa: PLW0108  the connection is made after it
+    handlers |= {"initialize": initialize, "status": status, "shutdown": lambda _call, _params: Done()}
     connection = Connection(writer, handlers, debug=debug)
-    connection.serve(read_lines(input_, max_line_bytes))
+    connection.serve(read_lines(STDIN, max_line_bytes))
     pool.close()
     writer.close(_LAST_LINES_S)
+
+
+def _power_state(power: Power) -> PowerState:
+    """What the operating system says of the battery, and what follows from it."""
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without sensors, a sandbox
+        battery = None
+    return PowerState(
+        on_battery=None if battery is None or battery.power_plugged is None else not battery.power_plugged,
+        battery_percent=None if battery is None else float(battery.percent),
+        mode=choose_power(power).value,
+    )

@@ -28,10 +28,9 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...version import __version__
-from ..service.openai_objects import model_object, object_list
+from ..service.openai_objects import model_object
 from ..service.request_error import ErrorCode, RequestError
-from .endpoint import RequestService
-from .endpoints import computing_routes
+from .endpoints import RequestService, computing_routes
 from .http_messages import JsonResponse, RefusedError, UnreadBodyResponse, error_response
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
@@ -86,7 +85,8 @@ def _plain_routes(service: RequestService) -> list[Route]:
     async def models(_request: Request) -> Response:
         """The models that are offered."""
         entries = await asyncio.to_thread(service.pool.offered.entries)
-        return JsonResponse(object_list([model_object(entry.id, entry.created) for entry in entries]))
+        listed = [model_object(entry.id, entry.created) for entry in entries]
+        return JsonResponse({"object": "list", "data": listed})
 
     async def model(request: Request) -> Response:
         """One model."""

@@ -1,30 +1,252 @@
-"""The endpoints that compute: chat and text completions, responses, embeddings, and tokens."""
+"""The endpoints that compute, one run a request, and the state of the server that they share."""
 
 from __future__ import annotations
 
-import time
+import asyncio
+import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Final, TypeAlias
 
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ...errors import CancelledError, EdgeError
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
+from ...runtime.graph.memory import trim_heap
 from ...runtime.result import Chunk, Reply
-from ...runtime.scheduling.request_run import Cancellation
+from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
+from ...runtime.structure.response_format import CLIENT
 from ..service.body_decoder import decode_body
-from ..service.chat_body import parse_chat
 from ..service.generation_fields import GenerationRequest, check_token_ids
-from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects, embedding_list, new_id
-from ..service.request_error import describe
+from ..service.model_pool import ModelPool
+from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects, embedding_list
+from ..service.request_error import ErrorCode, RequestError, describe
 from ..service.response_objects import ResponseObjects
 from ..service.responses_body import parse_response
-from ..service.text_bodies import DetokenizeBody, EmbeddingBody, TokenizeRequest, parse_completion, texts_or_ids
-from .endpoint import Endpoint, RequestService
-from .http_messages import DONE, encode_json, event, named_event
+from ..service.text_bodies import (
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeRequest,
+    parse_chat,
+    parse_completion,
+    texts_or_ids,
+)
+from .http_messages import (
+    DONE,
+    EVENT_HEADERS,
+    RefusedError,
+    encode_json,
+    error_object,
+    error_response,
+    event,
+    named_event,
+    next_events,
+    read_body,
+    watching_client,
+)
 from .server_metrics import ServerMetrics
+from .server_settings import ServerSettings
+
+_log: Final = logging.getLogger(__name__)
+_COMMENT: Final = b": the answer is being computed\n\n"
+_JOIN_S: Final = 5.0
+"""Seconds to wait for the end of a thread that was cancelled."""
+_LARGE_BODY: Final = 64 << 10
+"""Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting. What it takes in
+memory is returned to the system."""
+
+_PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
+"""Parses large bodies: two at a time, so that what they take in memory stays bounded."""
+Compute: TypeAlias = Callable[[Any, Engine, str, Cancellation], Iterator[bytes]]
+"""Computes the response to a request, in the thread of its run, from the parsed request, the model, the id of the
+model, and what says when to stop. It yields the pieces of the body, and raises an `EdgeError` if the request cannot be
+answered. The response of a stream begins with the first piece, which may be empty: errors from then on occur in its
+middle."""
+
+
+class RequestService:
+    """The state of one server: the models, the metrics, and the requests that are being computed.
+
+    Args:
+        pool: the models; closed with the service.
+        settings: limits.
+    """
+
+    def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
+        self.pool: Final = pool
+        self.settings: Final = settings
+        self.metrics: Final = ServerMetrics(pool.status)
+        self.draining = False
+        """Whether no further requests are taken."""
+        self._runs: Final[set[Run[bytes]]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being computed."""
+        return any(not run.ended for run in self._runs)
+
+    def drain(self) -> None:
+        """Refuse further requests; requests that have begun go on."""
+        self.draining = True
+
+    def cancel_all(self) -> None:
+        """End all answers after their current pass."""
+        for run in list(self._runs):
+            run.cancellation.cancel()
+
+    def close(self) -> None:
+        """End all answers and unload all models."""
+        self.drain()
+        self.cancel_all()
+        self.pool.close()
+        for run in list(self._runs):
+            run.join(_JOIN_S)
+
+    def start(self, run: Run[bytes]) -> None:
+        """Start the run of a request.
+
+        Raises:
+            RefusedError: the server is shutting down, or has too many requests.
+        """
+        if self.draining:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")
+        self._runs.difference_update([run for run in self._runs if run.ended])
+        if len(self._runs) >= self.settings.max_requests:
+            raise RefusedError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                "busy",
+                f"{len(self._runs)} requests are being answered or wait",
+                "try again later",
+            )
+        self._runs.add(run)
+        run.start()
+
+
+class Endpoint:
+    """An ASGI application for one path.
+
+    The response is computed in the thread of a `Run`. The client is watched meanwhile: when it goes away, the run is
+    cancelled, whether its response is streamed, computed, or waits for its place.
+
+    Args:
+        service: the state of the server.
+        about: what the endpoint does, for the list of paths.
+        parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
+        compute: answers what `parse` returned.
+    """
+
+    def __init__(self, service: RequestService, about: str, parse: Callable[[bytes], Any], compute: Compute) -> None:
+        self.__doc__ = about
+        self._service: Final = service
+        self._parse: Final = parse
+        self._compute: Final = compute
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if (body := await read_body(scope, receive, send, self._service.settings)) is None:
+            return
+        CLIENT.set(scope["client"][0] if scope.get("client") else "")
+        large = len(body) >= _LARGE_BODY
+        pieces: LoopQueue[bytes] = LoopQueue()
+        try:
+            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self._parse, body) if large else None
+            request = self._parse(body) if parsed is None else await parsed
+            run = Run(partial(self._work, request, large), "edge-run request", pieces)
+            self._service.start(run)
+        except EdgeError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        del body
+        streams = isinstance(request, GenerationRequest) and request.stream
+        disconnected = asyncio.Event()
+
+        def leave() -> None:
+            disconnected.set()
+            run.cancellation.cancel()
+
+        try:
+            async with watching_client(receive, leave):
+                await self._respond(pieces, disconnected, scope, receive, send, streams=streams)
+        finally:
+            run.cancellation.cancel()
+
+    def _work(self, request: Any, large: bool, run: Run[bytes]) -> None:
+        """Compute a response. A `large` one's memory goes back to the system.
+
+        A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
+        """
+        try:
+            name = self._service.pool.offered.find(request.model).id
+            with self._service.pool.use(name, cancellation=run.cancellation) as engine:
+                run.cancellation.check()
+                try:
+                    for piece in self._compute(request, engine, name, run.cancellation):
+                        run.put(piece)
+                except EdgeError:
+                    run.cancellation.check()
+                    raise
+        finally:
+            if large:
+                trim_heap()
+
+    async def _respond(
+        self,
+        pieces: LoopQueue[bytes],
+        disconnected: asyncio.Event,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        streams: bool,
+    ) -> None:
+        """Send the response of a run: as events while they come, or whole."""
+        begun, last = False, b""
+        try:
+            async with asyncio.timeout(self._service.settings.request_timeout_s):
+                taken = await pieces.take()
+                if streams:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                while taken:
+                    if streams:
+                        await send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
+                        taken = await next_events(pieces, self._service.settings.silence_s, _COMMENT)
+                    else:
+                        last += b"".join(taken)
+                        taken = await pieces.take()
+        except BaseException as error:
+            if (shown := self._shown(error)) is None:
+                raise
+            if disconnected.is_set():
+                return
+            if not begun:
+                await error_response(shown)(scope, receive, send)
+                return
+            last = event(error_object(shown))
+        if not begun:
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(last))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _shown(self, error: BaseException) -> EdgeError | None:
+        """What the client is told of an error; None for one that ends the server's task."""
+        if isinstance(error, CancelledError):
+            return RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the answer was cancelled by the server"
+            )
+        if isinstance(error, EdgeError):
+            return error
+        if isinstance(error, TimeoutError):
+            limit = self._service.settings.request_timeout_s
+            return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, "timeout", f"the answer took more than {limit:g} seconds")
+        if isinstance(error, Exception):
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+            return RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
+        return None
 
 
 def computing_routes(service: RequestService) -> list[Route]:
@@ -39,19 +261,19 @@ def computing_routes(service: RequestService) -> list[Route]:
             "/v1/chat/completions",
             "The next message of a conversation.",
             parse_chat,
-            partial(generate, ChatCompletionObjects, "chatcmpl-", False),
+            partial(generate, ChatCompletionObjects),
         ),
         route(
             "/v1/completions",
             "The continuation of a text, or of token ids; several prompts are answered one after the other.",
             parse_completion,
-            partial(generate, CompletionObjects, "cmpl-", False),
+            partial(generate, CompletionObjects),
         ),
         route(
             "/v1/responses",
             "The Responses API, for text; nothing is stored.",
             parse_response,
-            partial(generate, ResponseObjects, "resp_", True),
+            partial(generate, ResponseObjects),
         ),
         route(
             "/v1/embeddings",
@@ -66,9 +288,7 @@ def computing_routes(service: RequestService) -> list[Route]:
 
 def _generate(
     metrics: ServerMetrics,
-    kind: Callable[..., GenerationObjects],
-    id_prefix: str,
-    named_events: bool,
+    kind: type[GenerationObjects],
     request: GenerationRequest,
     engine: Engine,
     model: str,
@@ -79,16 +299,14 @@ def _generate(
     Args:
         metrics: count the answers.
         kind: makes the objects of the response.
-        id_prefix: what the id of the response begins with.
-        named_events: whether events have names, and the last one ends a stream.
         request: what to answer.
         engine: the model.
         model: its id.
         cancellation: says when to stop.
     """
     request.check(engine)
-    encode = named_event if named_events else event
-    objects = kind(request, model, int(time.time()), new_id(id_prefix))
+    encode = named_event if kind.named_events else event
+    objects = kind(request, model)
     replies = []
     for index in range(len(request.prompts)):
         with cancellation.reading(request.begin(engine, index)) as stream:
@@ -117,7 +335,7 @@ def _generate(
                 replies.append(Reply.of(chunks))
     if not request.stream:
         yield encode_json(objects.whole(*replies))
-    elif not named_events:
+    elif not kind.named_events:
         yield DONE
 
 

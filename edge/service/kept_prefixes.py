@@ -12,8 +12,8 @@ from ...errors import ContextError, InputError, TemplateError
 from ...models.user_text import read_text
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
-from .chat_body import parse_chat
 from .request_error import RequestError
+from .text_bodies import parse_chat
 
 _log: Final = logging.getLogger("edgerun")
 _HINT: Final = "give a text file with a system message, or a .json file with the body of a chat completion"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -100,11 +101,6 @@ def model_object(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "edge-run"}
 
 
-def object_list(objects: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A list of objects, such as models."""
-    return {"object": "list", "data": list(objects)}
-
-
 def embedding_list(
     vectors: npt.NDArray[np.float32], model: str, *, as_base64: bool, prompt_tokens: int
 ) -> dict[str, Any]:
@@ -121,14 +117,29 @@ def embedding_list(
         rows = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in vectors]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     return {
-        **object_list(data),
+        "object": "list",
+        "data": data,
         "model": model,
         "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
     }
 
 
 class GenerationObjects(ABC):
-    """The objects of one response to a request for generated text, in one of OpenAI's APIs."""
+    """The objects of one response to a request for generated text, in one of OpenAI's APIs.
+
+    Args:
+        request: what was asked for.
+        model: name of the model that answers.
+    """
+
+    id_prefix: ClassVar[str]
+    """What the identifier of a response begins with."""
+    named_events: ClassVar[bool] = False
+    """Whether the events of a stream have names, and the last one ends it."""
+
+    def __init__(self, request: GenerationRequest, model: str) -> None:
+        self._request: Final = request
+        self._head = {"id": new_id(self.id_prefix), "created": int(time.time()), "model": model}
 
     def started(self) -> list[dict[str, Any]]:
         """The objects of a stream before the first chunk."""
@@ -153,18 +164,13 @@ class GenerationObjects(ABC):
 
 
 class ChatCompletionObjects(GenerationObjects):
-    """The objects of one chat completion.
+    """The objects of one chat completion."""
 
-    Args:
-        request: what was asked for.
-        model: name of the model that answers.
-        created: when the request came, in seconds since 1970.
-        completion_id: identifier of the completion.
-    """
+    id_prefix = "chatcmpl-"
 
-    def __init__(self, request: GenerationRequest, model: str, created: int, completion_id: str) -> None:
-        self._request = request
-        self._head = {"id": completion_id, "created": created, "model": model, "system_fingerprint": _FINGERPRINT}
+    def __init__(self, request: GenerationRequest, model: str) -> None:
+        super().__init__(request, model)
+        self._head["system_fingerprint"] = _FINGERPRINT
         self._finished: list[Stats] = []
         self._begun: set[int] = set()
         self._called: set[int] = set()
@@ -240,24 +246,13 @@ class ChatCompletionObjects(GenerationObjects):
 
 
 class CompletionObjects(GenerationObjects):
-    """The objects of one text completion, which answers one prompt or several.
+    """The objects of one text completion, which answers one prompt or several."""
 
-    Args:
-        request: what was asked for.
-        model: name of the model that answers.
-        created: when the request came, in seconds since 1970.
-        completion_id: identifier of the completion.
-    """
+    id_prefix = "cmpl-"
 
-    def __init__(self, request: GenerationRequest, model: str, created: int, completion_id: str) -> None:
-        self._request = request
-        self._head = {
-            "id": completion_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "system_fingerprint": _FINGERPRINT,
-        }
+    def __init__(self, request: GenerationRequest, model: str) -> None:
+        super().__init__(request, model)
+        self._head = {"id": "", "object": "text_completion", **self._head, "system_fingerprint": _FINGERPRINT}
         self._finished: defaultdict[int, list[Stats]] = defaultdict(list)
         self._lengths: Counter[int] = Counter()
 

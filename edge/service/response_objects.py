@@ -28,20 +28,17 @@ _ERROR_CODES: Final[Mapping[StrEnum, str]] = {
 
 
 class ResponseObjects(GenerationObjects):
-    """The objects of one response: reasoning, a message with one text, and calls of functions.
+    """The objects of one response: reasoning, a message with one text, and calls of functions."""
 
-    Args:
-        request: what was asked for.
-        model: name of the model that answers.
-        created: when the request came, in seconds since 1970.
-        response_id: identifier of the response.
-    """
+    id_prefix = "resp_"
+    named_events = True
 
-    def __init__(self, request: GenerationRequest, model: str, created: int, response_id: str) -> None:
+    def __init__(self, request: GenerationRequest, model: str) -> None:
+        super().__init__(request, model)
         self._fields: Final = {
-            "id": response_id,
+            "id": self._head["id"],
             "object": "response",
-            "created_at": created,
+            "created_at": self._head["created"],
             "model": model,
             **request.repeated,
             "background": False,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from .body_decoder import StrictStruct, about, decode_fields
+from .body_decoder import StrictStruct, about, decode_fields, read_object
 from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
 from .generation_fields import (
     Alternatives,
@@ -23,7 +23,6 @@ from .generation_fields import (
 )
 from .message_fields import MAX_MESSAGES, MAX_TOOLS, CacheBreakpoint, FunctionDefinition, check_count, checked_messages
 from .request_error import invalid
-from .strict_json import read_object
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from edgerun.edge.service.chat_body import ChatBody
 from edgerun.edge.service.responses_body import ResponsesBody
-from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "request-fields.md"

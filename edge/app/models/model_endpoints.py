@@ -16,11 +16,9 @@ from ...conversations.records import Role
 from ..api_endpoint import ApiRoute, Handler
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
-from .exactness_checks import ExactnessChecks
+from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
 from .export_jobs import ExportJobs
-from .model_catalog import ModelCatalog
-from .recommended import free_memory, recommend
-from .speed_comparison import MAX_TOKENS, SpeedComparisons
+from .model_catalog import ModelCatalog, free_memory, recommend
 
 _MOST_FOUND: Final = 20
 """Most models that a search of the hub lists."""

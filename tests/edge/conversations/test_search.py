@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.conversations.message_search import query_words
-from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.conversations.store import ConversationStore, query_words
 from support.nightly import examples
 
 TEXTS = (

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from edgerun.edge.service.chat_body import ChatBody
 from edgerun.edge.service.responses_body import ResponsesBody
-from edgerun.edge.service.text_bodies import CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.nightly import examples
 from support.random_bodies import NAMES, TEXTS, bodies
 from support.serving import CHAT, Served, asked, chat_body, raw_request, read_all

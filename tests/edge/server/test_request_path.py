@@ -62,7 +62,7 @@ def test_a_request_reaches_the_pass_by_the_documented_way(stacks: dict[str, list
     (listed, encoding) = documented("## The path of a request over HTTP")
     *at_the_loop, started = stacks["RequestService.start"]
     path = [*at_the_loop, *stacks["BoundGraph.forward"]]
-    assert started == "edge.server.endpoint:RequestService.start"
+    assert started == "edge.server.endpoints:RequestService.start"
     assert path == listed
     assert len(path) <= MOST_FRAMES
     assert len({name.partition(":")[0] for name in path}) <= MOST_FILES

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.service import strict_json
-from edgerun.edge.service.chat_body import ChatBody, parse_chat
+from edgerun.edge.service import body_decoder
+from edgerun.edge.service.body_decoder import MAX_DEPTH, read_object
 from edgerun.edge.service.generation_fields import GenerationRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
-from edgerun.edge.service.strict_json import MAX_DEPTH, read_object
+from edgerun.edge.service.text_bodies import ChatBody, parse_chat
 from support.commands import Patch
 from support.nightly import examples
 
@@ -373,9 +373,9 @@ def test_containers_are_counted_outside_of_strings(value: Any, ascii_only: bool)
     body = json.dumps({"value": value}, ensure_ascii=ascii_only).encode()
     containers = containers_in({"value": value})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_json, "_MAX_CONTAINERS", containers)
+        patch.setattr(body_decoder, "_MAX_CONTAINERS", containers)
         assert read_object(body)
-        patch.setattr(strict_json, "_MAX_CONTAINERS", containers - 1)
+        patch.setattr(body_decoder, "_MAX_CONTAINERS", containers - 1)
         with pytest.raises(RequestError, match="objects and lists"):
             read_object(body)
 

@@ -13,16 +13,17 @@ from openai.types.responses import response_create_params
 
 from edgerun import errors
 from edgerun.edge.service.body_decoder import decode_body
-from edgerun.edge.service.chat_body import ChatBody, parse_chat
 from edgerun.edge.service.generation_fields import GenerationRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError, describe
 from edgerun.edge.service.responses_body import ResponsesBody, parse_response
 from edgerun.edge.service.text_bodies import (
+    ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
     TokenizeBody,
     TokenizeRequest,
+    parse_chat,
     parse_completion,
     texts_or_ids,
 )
