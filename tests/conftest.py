@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
 from support.nightly import NEW_EXAMPLES, examples
-from support.prepared_python import share_machine
+from support.processes import share_machine
 
 # Examples are not timed, since other programs may be running. They are the same ones every time, so no change fails
 # for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones, and for twice as many.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,12 +22,17 @@ pytest.importorskip("llguidance", reason="needs the structured extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from support.documented_models import fill_hub, write_documented_files
-from support.hub_fixture import own_hub
+from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
+from support.gguf_files import write_gguf
+from support.hub_server import HubServer, files_of, own_hub
+from support.layouts import LAYOUTS, write_layout
 from support.processes import EDGE_RUN, started_until
 from support.rpc_client import rpc
+from support.scripted_model import write_calling_bundle
 from support.serving import PATIENCE_S, chat_body
 from support.terminal_screen import terminal_screen
+from support.tiny_heads import write_medusa_heads, write_mtp_checkpoint
+from support.tiny_models import write_bundle, write_checkpoint, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = sorted(path.stem for path in (ROOT / "docs/guide").glob("*.md"))
@@ -35,6 +41,14 @@ TEXTS = [
     path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in PAGES))
 ]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+PERSON: Final = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "born": {"type": "integer", "maximum": 2000}},
+    "required": ["name", "born"],
+    "additionalProperties": False,
+}
+LINEARS: Final = (*(f"layers.{n}.{name}" for n in range(2) for name in ("qkv", "o", "gate_up", "down")), "head")
 
 NOT_RUN: Final = {
     "python3 -m venv": "makes an environment; .ci/run does so with the README's own line",
@@ -82,11 +96,60 @@ def shell_blocks() -> Iterator[object]:
                     yield pytest.param(chosen, id=chosen[0][:60], marks=[pytest.mark.nightly] if nightly else [])
 
 
+def write_files(folder: Path) -> None:
+    """Write what the commands find in the working folder: models, checkpoints, texts and settings."""
+    for name, seed in (("CHECKPOINT", "0"), ("SMALL_CHECKPOINT", "1")):
+        arguments = ["tiny", str(folder / name), "--seed", seed]
+        subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "checkpoints.py"), *arguments], check=True, capture_output=True
+        )
+        config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / name / "config.json", config | {"max_position_embeddings": 8192})
+    write_medusa_heads(folder / "HEAD", config)
+    scratch = folder / "scratch"
+    write_calling_bundle(scratch / "calling", context=8192)
+    export_checkpoint(scratch / "calling" / "checkpoint", folder / "my-model", ExportRecipe(INT8))
+    shutil.copytree(folder / "my-model", folder / "other-model")
+    recipe = ExportRecipe(FP32, hidden_states=True)
+    shutil.copytree(write_bundle(scratch / "hidden", weights=recipe), folder / "my-embedding-model")
+    write_gguf(folder / "model.gguf", write_checkpoint(scratch / "gguf"))
+    write_layout(folder / "some-folder", LAYOUTS["optimum-two-decoders"])
+    # With its tokenizer and config.json beside it.
+    (write_layout(folder, LAYOUTS["optimum"]) / "model.onnx").rename(folder / "MODEL.onnx")
+    graph = write_layout(folder / "my-models", LAYOUTS["community"]) / "onnx" / "model.onnx"
+    shutil.copy(graph, graph.with_stem("model_int8"))
+    graph.rename(graph.with_stem("model_q4"))
+    shutil.rmtree(scratch)
+    (folder / "report.txt").write_text("The report says that all is well. " * 20, encoding="utf-8")
+    (folder / "instructions.txt").write_text("Answer in one line.", encoding="utf-8")
+    texts = [
+        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n * n}."}]
+        for n in range(200)
+    ]
+    write_json(folder / "examples.json", {"messages": texts[0]})
+    write_json(folder / "person.json", PERSON)
+    lines = [json.dumps({"messages": messages}) for messages in texts]
+    (folder / "conversations.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    plan = "".join(f'"{name}" = "int4/64 k-quant"\n' for name in LINEARS)
+    (folder / "plan.toml").write_text(f"[linears]\n{plan}", encoding="utf-8")
+
+
+def fill_hub(hub: HubServer, folder: Path) -> None:
+    """Give a test hub the repositories that the documents name; `folder` is that of `write_files`."""
+    model = files_of(folder / "my-model")
+    named = hub.repo("org/name", model)
+    named.put(files_of(folder / "my-model", "cpu-int4/"), "v1.0")
+    hub.repo("onnx-community/Qwen2.5-0.5B-Instruct", files_of(folder / "my-models"))
+    hub.repo("Qwen/Qwen2.5-0.5B-Instruct", files_of(folder / "CHECKPOINT"))
+    hub.repo("Qwen/Qwen3.5-0.8B", files_of(write_mtp_checkpoint(folder / "mtp")))
+    shutil.rmtree(folder / "mtp")
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with all that the documents name; the home folder is empty and a test hub has the hub's models."""
     folder, home = tmp_path_factory.mktemp("documented"), tmp_path_factory.mktemp("home")
-    write_documented_files(folder)
+    write_files(folder)
     with own_hub(home / "hf") as hub, pytest.MonkeyPatch.context() as patch:
         fill_hub(hub, folder)
         for name in ("EDGERUN_CACHE", "EDGERUN_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):

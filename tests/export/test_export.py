@@ -21,7 +21,6 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.methods import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
-from support.links import needs_links
 from support.nightly import some_nightly
 from support.shared_data import data_path
 from support.tiny_models import (
@@ -36,6 +35,7 @@ from support.tiny_models import (
     write_checkpoint,
     write_weights,
 )
+from support.unusual_files import needs_links
 
 FAMILIES = sorted(FAMILY_SETTINGS)
 WITH_EXPERTS = ("gpt_oss", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgerun.models.atomic import folder_written_atomically, write_atomically
-from support.links import needs_links
+from support.unusual_files import needs_links
 
 
 def never(_folder: Path) -> bool:

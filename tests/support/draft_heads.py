@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 import edgerun
-from edgerun import Engine
+from edgerun import Engine, GenerateOptions
+from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.check.head_reference import HeadOutputs, reference_head, reference_mtp
+from edgerun.export.check.reference import reference_states
+from edgerun.export.check.reference_operations import embedding_rows
+from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.export.drafts.eagle_draft import open_eagle_head
+from edgerun.export.drafts.mtp_draft import open_mtp_module
+from edgerun.export.recipe import OWN_MODULE
+from edgerun.models.bundle import open_bundle
+from edgerun.models.draft_heads import HeadKind
+from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.features import FeatureSlots
 from edgerun.runtime.result import Stats
+from edgerun.runtime.speculation.choice import Speculation
+from edgerun.runtime.speculation.draft_loading import DraftTarget, load_head
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
+from edgerun.runtime.speculation.tree import Source
+from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
+from support.tiny_models import tiny_config, write_checkpoint
 
 from .adversarial_drafters import NEARLY_FREE, FixedCost
 
@@ -82,3 +101,102 @@ def check_counts(stats: Stats, *, stopped: bool = False) -> None:
     assert accepted == sorted(accepted, reverse=True)
     assert 0 <= stats.draft_s <= stats.total_s
     assert stats.target_s + stats.host_s + stats.draft_s <= stats.total_s
+
+
+CONTEXT = 600
+
+
+class HeadReference:
+    """The features of a target and the outputs of its draft head, from the checkpoints in float64."""
+
+    def __init__(self, folder: Path, kind: HeadKind) -> None:
+        target, config = folder / "target", read_config(folder / "target")
+        self._target = Checkpoint(target)
+        self._config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        self._eagle = open_eagle_head(folder / "head", config) if kind is HeadKind.EAGLE else None
+        self._module = open_mtp_module(target, config) if kind is HeadKind.MTP else None
+
+    def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
+        """The residual stream entering the layers that the head reads, or after the last one, `[tokens, features]`."""
+        states = reference_states(self._target, self._config, np.array(tokens), CONTEXT)
+        layers = [-1] if self._eagle is None else self._eagle.features.layers
+        return np.concatenate([states[layer] for layer in layers], axis=-1)
+
+    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
+        """The head over a sequence from its token `first` on, and then a path of draft tokens."""
+        features = self.features(tokens[:-1])[first:]
+        following = np.array([*tokens[first + 1 :], *path])
+        if self._eagle is not None:
+            embeddings = embedding_rows(self._target, following)
+            return reference_head(self._eagle.checkpoint, self._eagle.settings, embeddings, features, CONTEXT)
+        own = self._module.checkpoint
+        return reference_mtp(own, self._target, self._target, self._config, following, features, CONTEXT)
+
+
+@dataclass(frozen=True)
+class TargetWithHead:
+    """A bundle of a target and its head, and the reference of both."""
+
+    bundle: Path
+    kind: HeadKind
+    source: Source
+    reference: HeadReference
+
+    @property
+    def speculation(self) -> Speculation:
+        """Drafts of the head alone."""
+        return Speculation.of(self.source)
+
+    def open_target(self) -> GraphSession:
+        """The graph of the target."""
+        return GraphSession(self.bundle / "model.onnx", CPU)
+
+    def open_head(self, target: GraphSession) -> HiddenStateHead:
+        """The head as the runtime loads it, for a target of the same bundle."""
+        bundle = open_bundle(self.bundle)
+        pair = find_draft(bundle)
+        assert pair.head is self.kind
+        return load_head(pair, CPU, DraftTarget(bundle, target.graph_io, CONTEXT, cache=False))()
+
+
+def export_with_eagle_head(
+    folder: Path, weights: WeightFormat = FP32, family: str = "llama", **overrides: Any
+) -> TargetWithHead:
+    """Export a random target with a random EAGLE-3 head, whose settings `overrides` changes."""
+    settings: dict[str, Any] = {"max_position_embeddings": CONTEXT}
+    if family == "llama":
+        settings["num_hidden_layers"] = 6
+    target = write_checkpoint(folder / "target", family, **settings)
+    head = write_eagle_head(folder / "head", tiny_config(family, **settings), **overrides)
+    recipe = ExportRecipe(weights, draft=head)
+    bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
+    return TargetWithHead(bundle, HeadKind.EAGLE, Source.EAGLE, HeadReference(folder, HeadKind.EAGLE))
+
+
+def export_with_mtp_module(folder: Path, weights: WeightFormat = FP32, **overrides: object) -> TargetWithHead:
+    """Export a random Qwen3.5, whose settings `overrides` changes, with its random multi-token-prediction module."""
+    target = write_mtp_checkpoint(folder / "target", max_position_embeddings=CONTEXT, **overrides)
+    recipe = ExportRecipe(weights, draft=OWN_MODULE)
+    bundle = export_checkpoint(target, folder / "bundle", recipe).bundle
+    return TargetWithHead(bundle, HeadKind.MTP, Source.MTP, HeadReference(folder, HeadKind.MTP))
+
+
+def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = True) -> None:
+    """Assert that a head that is mostly right, run again over accepted tokens, has the target's features of them."""
+    options = GenerateOptions(max_tokens=60, ignore_eos=True)
+    with eager_engine(headed.bundle, trees=trees) as engine:
+        plain = engine.generate("in the other thing", options, speculation=Speculation.OFF)
+        head = engine.model.drafters.draft_model()
+        assert isinstance(head, HiddenStateHead)
+        head.__class__ = KnowingHead
+        head.text = [*engine.model.prefixes._kept[-1].token_ids.tolist(), -1]  # type: ignore[attr-defined]
+        reply = engine.generate("in the other thing", options, speculation=headed.speculation)
+        counts = reply.stats.by_source[str(headed.kind)]
+        assert reply.text == plain.text
+        assert counts.drafted > counts.accepted > 10
+        assert reply.stats.decode_passes + counts.accepted == 59
+        expected = headed.reference.run(head._token_ids, (21,)).logits[-1]
+        if headed.kind is HeadKind.MTP and head.target_ids is not None:  # the reference has the target's LM head
+            expected = expected[head.target_ids]
+        found = HiddenStateHead.logits(head, (21,))
+    np.testing.assert_allclose(found, expected, atol=2e-3)

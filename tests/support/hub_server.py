@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import huggingface_hub.utils
+import pytest
+from huggingface_hub import constants
 
 LARGE_FROM = 4096
 """Size in bytes from which a file is stored outside git."""
@@ -276,3 +282,30 @@ def files_of(folder: Path, below: str = "") -> dict[str, bytes]:
     """Return the files of a folder by path in a repository, below the prefix `below`."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {below + path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+_OF_THE_USER = ("HF_", "HUGGING", "TRANSFORMERS_OFFLINE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+"""Beginnings of the names of variables, in either case."""
+
+
+@contextmanager
+def own_hub(folder: Path) -> Iterator[HubServer]:
+    """Run a test hub server instead of the real hub, with `folder` as HF_HOME and without a log-in."""
+    with HubServer() as hub, pytest.MonkeyPatch.context() as patch:
+        for name in [each for each in os.environ if each.upper().startswith(_OF_THE_USER)]:
+            patch.delenv(name)
+        patch.setenv("HF_HUB_OFFLINE", "0")  # set, so that the value that --offline sets is restored
+        patch.setenv("HF_HOME", str(folder))
+        patch.setenv("HF_ENDPOINT", hub.url)
+        # The library reads this from the environment when it is imported.
+        patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+        yield hub
+        # The library keeps connections open until Python ends; the name is that since release 1.0, or the older one.
+        (getattr(huggingface_hub.utils, "close_session", None) or huggingface_hub.utils.reset_sessions)()
+
+
+def partial_files(folder: Path) -> list[Path]:
+    """The files of downloads that are not complete, below HF_HOME; folders may go away meanwhile."""
+    # `walk` goes on where a folder that it has listed is gone; `rglob` does not.
+    walked = ((Path(below), names) for below, _, names in os.walk(folder))
+    return [below / name for below, names in walked if below.name == "partial" for name in names]

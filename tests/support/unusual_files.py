@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,15 @@ def replace_by_sparse_file(path: Path, size: int) -> Path:
     with path.open("wb") as file:
         file.truncate(size)
     return path
+
+
+def _links_are_allowed() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            os.symlink("nowhere", Path(folder, "link"))
+        except (OSError, NotImplementedError):
+            return False
+    return True
+
+
+needs_links = pytest.mark.skipif(not _links_are_allowed(), reason="symbolic links")

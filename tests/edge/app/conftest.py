@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the app extra")
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
 
-from support.app_server import RunningApp, running_app
-from support.app_windows import Window, window
+from support.app_server import RunningApp, Window, running_app, window
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

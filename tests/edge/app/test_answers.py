@@ -20,8 +20,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.http_messages import RefusedError
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
-from support.app_server import RunningApp, running_app
-from support.app_windows import messages_of, new_conversation, post, read, send, window
+from support.app_server import RunningApp, messages_of, new_conversation, post, read, running_app, send, window
 from support.waiting import wait_until
 
 

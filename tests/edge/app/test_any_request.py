@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from edgerun.edge.app.api_endpoint import ApiRoute
 from edgerun.edge.app.conversation_endpoints import conversation_routes
 from edgerun.edge.app.state_endpoints import state_routes
-from support.app_server import RunningApp
-from support.app_windows import new_conversation, send
+from support.app_server import RunningApp, new_conversation, send
 from support.nightly import examples
 from support.random_bodies import NAMES, NUMBERS, TEXTS, bodies
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from edgerun.edge.cli.main import main
-from support.app_server import RunningApp, running_app
-from support.app_windows import new_conversation, send, window
+from support.app_server import RunningApp, new_conversation, running_app, send, window
 from support.processes import EDGE_RUN
 
 WEBVIEW = """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.app_server import running_app
-from support.app_windows import Window, new_conversation, send, window
+from support.app_server import Window, new_conversation, running_app, send, window
 
 SYSTEM = "the one who is on to the other " * 8
 

@@ -11,8 +11,7 @@ import pytest
 
 from edgerun.edge.conversations.store import FILE_NAME, ConversationStore
 from edgerun.version import __version__
-from support.app_server import RunningApp
-from support.app_windows import Window, ask, messages_of, new_conversation, post, send
+from support.app_server import RunningApp, Window, ask, messages_of, new_conversation, post, send
 
 
 def change(client: httpx.Client, path: str, status: int = 200, **changes: Any) -> Any:

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from edgerun.models.find import BUNDLED_MODEL
-from support.app_server import RunningApp, running_app
-from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send
+from support.app_server import Json, RunningApp, Window, messages_of, new_conversation, post, read, running_app, send
 from support.tiny_models import write_bundle, write_json
 
 

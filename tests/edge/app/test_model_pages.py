@@ -15,8 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import BrowserPage, browser_page, look
-from support.hub_fixture import own_hub
-from support.hub_server import HubServer, files_of
+from support.hub_server import HubServer, files_of, own_hub
 from support.tiny_models import write_bundle, write_checkpoint
 from support.waiting import wait_until
 

@@ -18,8 +18,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 import edgerun
 from edgerun.edge.cli.main import main
 from support.commands import Capture, Patch, fails, json_of, output_of
-from support.hub_fixture import own_hub
-from support.hub_server import HubServer, files_of, sha256
+from support.hub_server import HubServer, files_of, own_hub, sha256
 from support.processes import EDGE_RUN, started
 
 NOWHERE = "is neither a model on the hub nor a file or folder on this machine"

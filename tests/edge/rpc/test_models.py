@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import Capture, Patch, fails
-from support.hub_fixture import own_hub
-from support.hub_server import HubServer, files_of
+from support.hub_server import HubServer, files_of, own_hub
 from support.rpc_client import RpcClient, RpcFailedError, rpc
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import edgerun
-from support.links import needs_links
 from support.openai_clients import Outcome, ask_npm, ask_python, require_npm_package, run, run_node
 from support.openai_requests import BUSY_AFTER, CHAT, Request, openai_requests, write_models
 from support.serving import Served, served
+from support.unusual_files import needs_links
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 KEY = "secret"

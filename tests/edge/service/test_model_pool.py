@@ -25,8 +25,7 @@ from edgerun.models.progress import Progress
 from edgerun.runtime.scheduling.idle_thread import IdleThread
 from edgerun.runtime.scheduling.request_run import Cancellation
 from support.commands import Patch
-from support.hub_fixture import own_hub
-from support.hub_server import files_of
+from support.hub_server import files_of, own_hub
 from support.nightly import some_nightly
 from support.waiting import wait_until
 

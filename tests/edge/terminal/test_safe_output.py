@@ -26,8 +26,7 @@ from edgerun.models.progress import ProgressDisplay
 from edgerun.models.user_text import for_terminal, on_one_line
 from edgerun.runtime.options import GenerateOptions
 from support.commands import Capture, Patch, Screen
-from support.hub_fixture import own_hub
-from support.hub_server import files_of
+from support.hub_server import files_of, own_hub
 
 ROOT = Path(edgerun.__file__).parent
 CONTROLS = {

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from edgerun.errors import EdgeError
 from edgerun.export import FP32, ExportRecipe, upgrade_model
-from support.folder_edits import FileEdit, file_edits
-from support.graph_edits import BYTE_CHANGES, change_bytes, edit_graphs, graph_edits
+from support.graph_edits import BYTE_CHANGES, FileEdit, change_bytes, edit_graphs, file_edits, graph_edits
 from support.layouts import LAYOUTS, write_layout
 
 BASES = ("optimum-external-many", "optimum-merged", "renamed-genai", "genai-float16", "community", "genai-window-cache")

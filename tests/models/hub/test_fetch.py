@@ -30,9 +30,8 @@ from edgerun.models.hub.client import FoundModel, list_repository, search_models
 from edgerun.models.hub.downloaded_model import HubId, is_safe_path, parse_hub_id
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, models_root, stores
-from support.hub_fixture import own_hub
-from support.hub_server import HubServer, files_of, sha256
-from support.links import needs_links
+from support.hub_server import HubServer, files_of, own_hub, sha256
+from support.unusual_files import needs_links
 
 TEXTS = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}', "README.md": b"# a model"}
 

@@ -23,8 +23,16 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from support.adversarial_drafters import eager
-from support.folder_edits import FileEdit, file_edits
-from support.graph_edits import BYTE_CHANGES, GraphEdit, change_bytes, edit_graphs, exchange, graph_edits
+from support.graph_edits import (
+    BYTE_CHANGES,
+    FileEdit,
+    GraphEdit,
+    change_bytes,
+    edit_graphs,
+    exchange,
+    file_edits,
+    graph_edits,
+)
 from support.layout_kinds import (
     Attention,
     Cache,

@@ -8,7 +8,7 @@ import pytest
 
 from edgerun.runtime.measure import system_load
 from edgerun.runtime.measure.system_load import LoadMeter, ProcessorTimes, busy_seconds
-from support.prepared_python import read_times
+from support.processes import read_times
 
 LINUX = (
     {"user": 482.09, "nice": 341.6, "system": 108.62, "idle": 465.18, "iowait": 4.8, "irq": 0.0, "softirq": 0.32}

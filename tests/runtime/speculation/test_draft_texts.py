@@ -23,9 +23,8 @@ from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.kv import layer_states
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
-from support.draft_heads import check_counts, eager_engine
+from support.draft_heads import check_counts, eager_engine, export_with_eagle_head, export_with_mtp_module
 from support.nightly import some_nightly
-from support.targets_with_heads import export_with_eagle_head, export_with_mtp_module
 from support.tiny_models import write_bundle, write_checkpoint
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO

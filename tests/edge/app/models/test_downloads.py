@@ -11,10 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from support.app_server import running_app
-from support.app_windows import ask
-from support.hub_fixture import own_hub, partial_files
-from support.hub_server import HubServer, files_of
+from support.app_server import ask, running_app
+from support.hub_server import HubServer, files_of, own_hub, partial_files
 from support.waiting import wait_until
 
 REPO = "acme/Tiny-Chat"

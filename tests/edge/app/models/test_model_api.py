@@ -18,8 +18,7 @@ from edgerun.edge.app.models.model_catalog import ModelCatalog
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.models.bundle import open_bundle
-from support.app_server import running_app
-from support.app_windows import ask
+from support.app_server import ask, running_app
 from support.processes import started
 from support.tiny_models import write_checkpoint
 from support.waiting import wait_until

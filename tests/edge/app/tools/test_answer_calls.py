@@ -14,8 +14,18 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
-from support.app_server import RunningApp, running_app
-from support.app_windows import Json, Window, messages_of, new_conversation, post, read, send, window
+from support.app_server import (
+    Json,
+    RunningApp,
+    Window,
+    messages_of,
+    new_conversation,
+    post,
+    read,
+    running_app,
+    send,
+    window,
+)
 from support.scripted_model import write_calling_bundle, write_endless_caller
 
 WEATHER_SERVER = Path(__file__).resolve().parents[3] / "support" / "weather_server.py"

@@ -20,13 +20,14 @@ from edgerun.export import INT4
 from edgerun.export.drafts.trimmed_head import trim_own_draft
 from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.speculation.tree import Source
-from support.draft_heads import bind_with_features, run_missing
-from support.targets_with_heads import (
+from support.draft_heads import (
     CONTEXT,
     TargetWithHead,
     assert_accepted_tokens_run_again,
+    bind_with_features,
     export_with_eagle_head,
     export_with_mtp_module,
+    run_missing,
 )
 from support.tiny_models import write_bundle
 
