@@ -23,7 +23,7 @@ from .graph_io import Floats, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, run_failure, run_options
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
-from .shared_passes import SharedPasses, TextBinding
+from .shared_passes import SharedGraph, SharedPasses, TextBinding
 
 _IN_PLACE: Final = (InPlaceArena, BorrowedArena)
 _FIRST_PASS_WIDTH: Final = 512
@@ -39,7 +39,7 @@ class BoundSession(BoundGraph):
         arena: an arena of the graph's cache tensors, in place or growing as `graph_io` says.
         first_session: session for passes without cached tokens, if those have a graph of their own.
         hidden_states: whether passes return the hidden states too; the graph must give them.
-        shared: runs passes together with those of other texts; None if all run alone.
+        shared: runs passes together with those of other texts, and the graph there; None if all run alone.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class BoundSession(BoundGraph):
         first_session: ort.InferenceSession | None = None,
         *,
         hidden_states: bool = False,
-        shared: SharedPasses | None = None,
+        shared: tuple[SharedPasses, SharedGraph] | None = None,
     ) -> None:
         self._session = session
         self._first_session = first_session
-        self._shared: Final = shared
-        self._io = session.io_binding() if shared is None else TextBinding(session)
+        self._shared: Final = None if shared is None else shared[0]
+        self._io = session.io_binding() if shared is None else TextBinding(shared[1])
         self._run_options = run_options()
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
@@ -177,7 +177,7 @@ class BoundSession(BoundGraph):
 
     def _run_session(self) -> None:
         if self.shares_passes and self._shared is not None:
-            self._shared.run(self._session, self._io, self._run_options)
+            self._shared.run(self._io, self._run_options)
             # A pass in several parts has waited in each.
             waited_s = self.others.waited_s + self._io.others.waited_s
             self.others = self._io.others._replace(waited_s=waited_s)

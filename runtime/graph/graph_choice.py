@@ -34,10 +34,12 @@ class FurtherGraph(ABC):
     Attributes:
         name: what statistics call it; unique among the graphs of a model.
         required: whether the base graph cannot run the passes that this one takes, such as token trees.
+        shares_passes: whether its passes are shared where those of the base graph are.
     """
 
     name: ClassVar[str]
     required: ClassVar[bool] = False
+    shares_passes: ClassVar[bool] = False
 
     @abstractmethod
     def takes(self, new: NewTokens, base: int) -> bool | None:
@@ -104,6 +106,7 @@ class ChosenGraphs(DecoderGraph):
         self._base: Final = base
         self.loaded: Final[dict[str, GraphSession]] = {}
         self._loading: Final = Lock()
+        self._shared: SharedPasses | str = ""
 
     def limit_width(self, tokens: int) -> None:
         """Run passes over at most that many tokens from now on, in every graph."""
@@ -112,8 +115,9 @@ class ChosenGraphs(DecoderGraph):
             graph.limit_width(tokens)
 
     def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
-        """Let the model's own graph run the passes of several texts as one; see `GraphSession.share_passes`."""
-        return self._base.share_passes(texts, gather)
+        """Let texts share the passes of the model's own graph, and of others that say so."""
+        self._shared = self._base.share_passes(texts, gather)
+        return self._shared
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache, which all graphs extend."""
@@ -153,6 +157,8 @@ class ChosenGraphs(DecoderGraph):
                     return None
                 if self.graph_io.widest_pass is not None:
                     session.limit_width(self.graph_io.widest_pass)
+                if graph.shares_passes and not isinstance(self._shared, str):
+                    session.join(self._shared)
                 self.loaded[graph.name] = session
             return session.bind(arena)
 
@@ -207,7 +213,7 @@ class ChosenSession(BoundGraph):
             takes = graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
-                    self._base.shares_passes = False
+                    self._base.shares_passes = chosen.shares_passes = False
                     graph.measure(new, self._base, chosen)
                     if not graph.takes(new, base):
                         continue

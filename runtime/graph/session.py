@@ -36,7 +36,7 @@ from .memory import drop_file_pages
 from .model_metadata import ModelMetadata, reject_operators
 from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
-from .shared_passes import SHARED_SCALE_OPERATORS, Gather, PackedPasses, SharedPasses
+from .shared_passes import SHARED_SCALE_OPERATORS, Gather, PackedPasses, SharedGraph, SharedPasses
 
 _STATE_WINDOW: Final = "state_window"
 """Attribute of operators with states, and option of GenAI's model builder."""
@@ -141,7 +141,7 @@ class GraphSession(DecoderGraph):
         if metadata.operators is not None:
             reject_operators(metadata.operators, str(graph))
         self._graph, self._model = graph, model
-        self._shared: SharedPasses | None = None
+        self._shared: tuple[SharedPasses, SharedGraph] | None = None
         self._session, self.assignments = _load(graph, config, model)
         first = metadata.first_pass_graph
         self._first_session = None if first is None else _load(first, config)[0]
@@ -206,16 +206,22 @@ class GraphSession(DecoderGraph):
         room = _HELD_TWICE_SHARE * psutil.virtual_memory().available
         if weights > room and not self._graph.is_relative_to(cache_folder()):
             return "the weights are not packed for this machine, and there is no memory to hold them twice"
-        tokens = self.graph_io.inputs[InputRole.TOKENS].name
+        shared = SharedPasses(self.graph_io.inputs[InputRole.TOKENS].name, texts, gather)
+        self.join(shared)
+        return shared
+
+    def join(self, shared: SharedPasses) -> None:
+        """Let the passes of bindings that are made from now on be shared."""
         # A cycle of references would keep the files of the weights mapped until it is collected.
-        owner = weakref.ref(self)
+        owner, texts = weakref.ref(self), shared.texts
 
         def load() -> PackedPasses | None:
-            graph = owner()
-            return None if graph is None else graph._packed_passes(texts)
+            session = owner()
+            return None if session is None else session._packed_passes(texts)
 
-        self._shared = SharedPasses(load, tokens, texts, gather)
-        return self._shared
+        graph = SharedGraph(self._session, load)
+        shared.add(graph)
+        self._shared = shared, graph
 
     def _packed_passes(self, texts: int) -> PackedPasses | None:
         """Load the graph for passes of several texts; None if the graph cannot be rewritten."""

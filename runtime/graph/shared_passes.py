@@ -1,7 +1,8 @@
 """Passes that several texts share: each hands in its own, and those that are there run as one.
 
-Each text prepares its passes as it does alone, over a cache of its own. A pass that nobody joins runs in the model's
-own graph; those that were handed in together run in the packed graph (`packed_graph.py`), over the same buffers.
+Each text prepares its passes as it does alone, over a cache of its own. A pass that nobody joins runs in the graph that
+it was prepared for; those that were handed in together run in the packed form of that graph (`packed_graph.py`), over
+the same buffers.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no ty
     """The binding of one text: what is bound to it is also kept, for passes of the packed graph.
 
     Args:
-        session: the session of the model's own graph.
+        graph: the graph of its passes.
     """
 
-    def __init__(self, session: ort.InferenceSession) -> None:
-        super().__init__(session)
+    def __init__(self, graph: SharedGraph) -> None:
+        super().__init__(graph.session)
+        self.graph: Final = graph
         self.number: Final = next(_numbers)
         """Its place among the texts of a pass, whose rows are in the order in which bindings were made."""
         self.inputs: Final[dict[str, ort.OrtValue]] = {}
@@ -191,30 +193,62 @@ def _idle_inputs(inputs: Sequence[ort.NodeArg], text: int) -> dict[str, ort.OrtV
     return found
 
 
+class SharedGraph:
+    """A graph whose passes texts may share.
+
+    Args:
+        session: its session.
+        load: loads what runs several passes as one; returns None if nothing can.
+    """
+
+    def __init__(self, session: ort.InferenceSession, load: Callable[[], PackedPasses | None]) -> None:
+        self.session: Final = session
+        self.cannot_share = False
+        """Whether it turned out not to have a packed form."""
+        self._load: Callable[[], PackedPasses | None] | None = load
+        """Loads the packed graph; None once it has."""
+        self._packed: PackedPasses | None = None
+
+    def packed(self) -> PackedPasses | None:
+        """What runs several passes as one, loaded when there are several for the first time."""
+        if self._load is not None:
+            self._packed, self._load = self._load(), None
+            self.cannot_share = self._packed is None
+        return self._packed
+
+    def release(self) -> None:
+        """Let go of the caches of the last pass of several texts."""
+        if self._packed is not None:
+            self._packed.release()
+
+    def close(self) -> None:
+        """Free the packed graph."""
+        self._packed, self._load, self.cannot_share = None, None, True
+
+
 class SharedPasses:
     """Passes that threads hand in one at a time, each while it has the turn of the request queue.
 
     Args:
-        load: loads what runs several passes as one, when there are several for the first time; None if nothing can.
         tokens: name of the input of tokens.
         texts: largest number of texts of a pass.
         gather: lets other threads hand in theirs.
     """
 
-    def __init__(self, load: Callable[[], PackedPasses | None], tokens: str, texts: int, gather: Gather) -> None:
+    def __init__(self, tokens: str, texts: int, gather: Gather) -> None:
         self.totals = NO_PASSES
+        self.texts: Final = texts
         self._tokens: Final = tokens
-        self._texts: Final = texts
-        self._load: Callable[[], PackedPasses | None] | None = load
-        """Loads the packed graph; None once it has."""
         self._gather: Final = gather
-        self._packed: PackedPasses | None = None
-        self._cannot_share = False
-        """Whether the graph turned out not to have a packed form."""
+        self._graphs: Final[list[SharedGraph]] = []
         self._handed_in: Final[list[TextBinding]] = []
 
-    def run(self, session: ort.InferenceSession, text: TextBinding, options: ort.RunOptions) -> None:
-        """Run a pass, alone in the session of the model's own graph or together with those handed in meanwhile.
+    def add(self, graph: SharedGraph) -> None:
+        """Let passes of another graph be handed in."""
+        self._graphs.append(graph)
+
+    def run(self, text: TextBinding, options: ort.RunOptions) -> None:
+        """Run a pass, alone in its graph or together with those of the same graph that are handed in meanwhile.
 
         Raises:
             Exception: ONNX Runtime failed; all texts of the pass get the same error.
@@ -223,8 +257,8 @@ class SharedPasses:
         handed_in.append(text)
         handed_in_at = time.perf_counter()
         try:
-            if not self._cannot_share:
-                self._gather(lambda: text not in handed_in or len(handed_in) == self._texts)
+            if not text.graph.cannot_share:
+                self._gather(lambda: text not in handed_in or len(handed_in) == self.texts)
         except BaseException:
             if text in handed_in:
                 handed_in.remove(text)
@@ -233,7 +267,7 @@ class SharedPasses:
             texts = sorted(handed_in, key=lambda each: each.number)
             handed_in.clear()
             try:
-                self._run(session, texts, options)
+                self._run(texts, options)
             except BaseException as caught:
                 interrupted = None if isinstance(caught, Exception) else RuntimeError("the pass was interrupted")
                 for each in texts:
@@ -246,30 +280,31 @@ class SharedPasses:
             raise error
 
     def release(self) -> None:
-        """Let go of the caches of the last pass; called by a thread that has the turn."""
-        if self._packed is not None:
-            self._packed.release()
+        """Let go of the caches of the last passes; called by a thread that has the turn."""
+        for graph in self._graphs:
+            graph.release()
 
     def close(self) -> None:
-        """Free the packed graph."""
-        self._packed, self._load, self._cannot_share = None, None, True
+        """Free the packed graphs; passes run alone from now on."""
+        for graph in self._graphs:
+            graph.close()
 
-    def _run(self, session: ort.InferenceSession, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
-        """Run the passes of some texts, together if they are several."""
-        if len(texts) > 1 and self._load is not None:
-            self._packed, self._load = self._load(), None
-            self._cannot_share = self._packed is None
-        together = [texts] if self._packed is not None else [[each] for each in texts]
-        for part in together:
-            started = time.perf_counter()
-            if len(part) > 1 and self._packed is not None:
-                self._packed.run(part, options)
-            else:
-                self.release()
-                part[0].others = ALONE
-                session.run_with_iobinding(part[0], options)
-            passes, all_texts, all_tokens = self.totals
-            tokens = sum(each.inputs[self._tokens].shape()[1] for each in part)
-            self.totals = PassTotals(passes + 1, all_texts + len(part), all_tokens + tokens)
-            for each in part:
-                each.pass_s = time.perf_counter() - started
+    def _run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
+        """Run the passes of some texts, those of each graph together if they are several."""
+        for graph in self._graphs:
+            own = [each for each in texts if each.graph is graph]
+            packed = graph.packed() if len(own) > 1 else None
+            if packed is None:
+                graph.release()
+            for part in [own] if packed is not None else [[each] for each in own]:
+                started = time.perf_counter()
+                if packed is not None:
+                    packed.run(part, options)
+                else:
+                    part[0].others = ALONE
+                    graph.session.run_with_iobinding(part[0], options)
+                passes, all_texts, all_tokens = self.totals
+                tokens = sum(each.inputs[self._tokens].shape()[1] for each in part)
+                self.totals = PassTotals(passes + 1, all_texts + len(part), all_tokens + tokens)
+                for each in part:
+                    each.pass_s = time.perf_counter() - started

@@ -133,12 +133,18 @@ class _Places:
         return self._editor.integers(f"long.{'.'.join(map(str, values))}", *values)
 
     def slots(self, kv_heads: int) -> str:
-        """Where ScatterND writes the new slots: int64 `[M, kv_heads, 3]`."""
-        heads = np.zeros((1, kv_heads, 3), np.int64)
-        heads[0, :, 1] = np.arange(kv_heads)
-        rows = self._add("Reshape", [self._new_slots(), self.integers(-1, 1, 1)])
+        """Where ScatterND writes the new slots: int64 `[1, M, kv_heads, 3]`."""
+        heads = np.zeros((1, 1, kv_heads, 3), np.int64)
+        heads[..., 1] = np.arange(kv_heads)
+        rows = self._add("Reshape", [self._new_slots(), self.integers(1, -1, 1, 1)])
         indices = self._add("Mul", [rows, self.integers(0, 0, 1)])
         return self._add("Add", [indices, self._editor.constant(f"long.heads.{kv_heads}", heads)])
+
+    def by_head(self, kv_heads: int, group: int, size: int) -> str:
+        """The shape of the new queries by head. It has their number, so each text of a shared pass has one of its own:
+        what follows has other rows than tokens."""
+        width = self._add("Shape", [self._query], start=1, end=2)
+        return self._add("Concat", [self.integers(1), width, self.integers(kv_heads, group, size)], axis=0)
 
     def bias(self, bias: str, group: int) -> str:
         """The bias of the queries of a group: float32 `[1, 1, M * group, capacity]`.
@@ -199,11 +205,11 @@ def _dense(editor: GraphEditor, places: _Places, attention: Message) -> Iterable
     nodes = unpacked(editor, attention)
     caches = zip((_KEY, _VALUE), (_PAST_KEY, _PAST_VALUE), present, strict=True)
     for new, past, after in caches:
-        nodes.append(node("Reshape", [attention.input[new], places.integers(-1, kv_heads, size)], [f"{after}.new"]))
+        nodes.append(node("Reshape", [attention.input[new], places.integers(1, -1, kv_heads, size)], [f"{after}.new"]))
         nodes.append(node("ScatterND", [attention.input[past], places.slots(kv_heads), f"{after}.new"], [after]))
     query, result = attention.input[_QUERY], output
     if group > 1:
-        by_head, rows = places.integers(1, -1, kv_heads, group, size), places.integers(1, -1, kv_heads * size)
+        by_head, rows = places.by_head(kv_heads, group, size), places.integers(1, -1, kv_heads * size)
         nodes += _regrouped(query, by_head, rows, f"{output}.rows")
         query, result = f"{output}.rows", f"{output}.grouped"
     bias = places.bias(input_at(attention, BIAS), group)

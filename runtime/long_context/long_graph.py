@@ -97,6 +97,7 @@ class LongContextGraph(FurtherGraph):
     """
 
     name = "long context"
+    shares_passes = True
 
     def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, *, cache: bool) -> None:
         self.obstacle: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import edgerun
-from edgerun import Engine, GenerateOptions, Reply
+from edgerun import Engine, GenerateOptions, Reply, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.models.bundle import open_bundle
 from edgerun.models.json_file import record_from_json
@@ -115,6 +116,12 @@ def test_200_tokens_are_those_of_the_own_graph(
     with engine_of(bundle) as engine:
         assert answer(engine, 1000, max_tokens=200).text == expected
         assert sum(taken) > 150
+        plain: dict[str, Any] = {"max_tokens": 200, "speculation": Speculation.OFF}
+        with ThreadPoolExecutor() as pool:
+            replies = list(pool.map(lambda tokens: answer(engine, tokens, **plain), (1000, 1010, 1000)))
+        shared = engine.activity().passes
+        assert [reply.text for reply in replies] == [expected, answer(engine, 1010, **plain).text, expected]
+        assert shared.texts - shared.passes > 100
         taken.clear()
         assert answer(engine, 1000, max_tokens=200, exact=True).text == expected
         assert not taken
