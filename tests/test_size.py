@@ -12,7 +12,7 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (13_250, 113, 227),
     "export": (15_520, 130, 178),
-    "runtime": (19_030, 170, 278),
+    "runtime": (19_030, 170, 279),
     "models": (2_930, 27, 34),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
