@@ -6,12 +6,11 @@ The rotary embedding becomes part of the operator if it is recognized. Lengths, 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Final
 
 from ...errors import BundleError
 from .attention_pattern import Attention, find_attention
-from .editable import MICROSOFT, EditableGraph, Node
+from .editable import MICROSOFT, EditableGraph
 from .plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from .rotary_pattern import RotaryTable, Rotation, find_rotation
 from .subgraph_runner import SubgraphRunner, channels
@@ -47,18 +46,15 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
                 f"and fused attention requires a multiple of {_HEAD_MULTIPLE}",
                 "run it as it is",
             )
-    tables: dict[RotaryTable, None] = {}
+    tables: dict[RotaryTable, tuple[str, str]] = {}
     rotations = []
     for attention in layers:
         rotations.append(rotation := find_rotation(runner, attention, context, tables))
-        if rotation is not None:
-            tables[rotation[2]] = None
-    names = {
-        table: (graph.add_tensor("rotary.cos", table.cosines), graph.add_tensor("rotary.sin", table.sines))
-        for table in tables
-    }
+        if rotation is not None and (table := rotation[2]) not in tables:
+            names = graph.add_tensor("rotary.cos", table.cosines), graph.add_tensor("rotary.sin", table.sines)
+            tables[table] = names
     for attention, rotation in zip(layers, rotations, strict=True):
-        _replace(runner, attention, rotation, names)
+        _replace(runner, attention, rotation, tables)
     graph.sweep()
 
 
@@ -68,9 +64,12 @@ def pack_heads(graph: EditableGraph) -> None:
         cuts = [cut for name in node.inputs[:3] if (cut := _cut(graph, name)) is not None]
         if len(cuts) < 3 or len({source for source, _, _ in cuts}) != 1:
             continue
-        bounds = [(start, stop) for _, start, stop in cuts]
-        contiguous = all(before[1] == after[0] for before, after in pairwise(bounds))
-        if bounds[0][0] == 0 and contiguous and _fits(node, bounds):
+        (_, start, query_end), (_, key_start, key_end), (_, value_start, value_end) = cuts
+        adjacent = (start, key_start, value_start) == (0, query_end, key_end)
+        # Key and value have the same width, in proportion to the query; the last cut may have no end.
+        width = key_end - key_start
+        in_proportion = width * node.attribute("num_heads") == query_end * node.attribute("kv_num_heads")
+        if adjacent and in_proportion and (value_end >= _OPEN_END or value_end - value_start == width):
             graph.set_inputs(node, [cuts[0][0], "", "", *node.inputs[3:]])
     graph.sweep()
 
@@ -160,11 +159,3 @@ def _cut(graph: EditableGraph, name: str) -> tuple[str, int, int] | None:
     if start is None or stop is None or axes not in ([-1], [2]) or steps != [1] or start[0] < 0:
         return None
     return node.input(0), start[0], stop[0]
-
-
-def _fits(node: Node, bounds: list[tuple[int, int]]) -> bool:
-    """Whether key and value have the same width, in proportion to the query; the last cut may have no end."""
-    (first, second), (start, stop) = bounds[1:]
-    heads, kv_heads = node.attribute("num_heads"), node.attribute("kv_num_heads")
-    width = second - first
-    return width * heads == bounds[0][1] * kv_heads and (stop >= _OPEN_END or stop - start == width)

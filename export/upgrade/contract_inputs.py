@@ -66,7 +66,10 @@ def wire_attention(
         runner = SubgraphRunner(graph)
         found |= {bias: window_of_bias(runner, bias, context) for bias in found if bias}
     windows = [_window(node, found[node.input(10)], context) for node in layers]
-    _declare_inputs(graph)
+    for info in inputs_outputs.pass_inputs():
+        if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
+            _convert_ids(graph, info)
+        graph.inputs[info.name] = info
     biases = {0: _typed(graph, BIAS, element_type)}
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
@@ -173,18 +176,8 @@ def _window(node: Node, of_bias: int, context: int) -> int:
     return min((window for window in windows if 0 < window < context), default=0)
 
 
-def _declare_inputs(graph: EditableGraph) -> None:
-    for info in inputs_outputs.pass_inputs():
-        if info.name not in graph.inputs:
-            graph.add_input(info)
-        elif info.name in (TOKENS, POSITIONS):
-            _declare_ids(graph, info)
-        else:
-            graph.inputs[info.name].CopyFrom(info)
-
-
-def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
-    """Give token ids or positions the contract's type and shape, and convert them for the nodes that read them."""
+def _convert_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
+    """Convert token ids or positions of the contract's type and shape for the nodes that read them."""
     value, readers = info.name, graph.consumers(info.name)
     element_type, shape = graph.element_type(value), graph.shape(value) or ()
     if element_type != info.type.tensor_type.elem_type:
@@ -193,7 +186,6 @@ def _declare_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
         lifted = graph.value("Unsqueeze", [value, [0]], name="positions.lifted")
         value = graph.value("Expand", [lifted, [int(shape[0] or 3), 1, 1]], name="positions.copied")
     graph.replace_uses(info.name, value, readers)
-    graph.inputs[info.name].CopyFrom(info)
 
 
 def _typed(graph: EditableGraph, bias: str, element_type: int) -> str:

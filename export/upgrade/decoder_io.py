@@ -153,12 +153,13 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
             "export the model for CPU",
         )
     for name in (MASK, *(info.name for info in inputs_outputs.pass_inputs())):  # of inputs that will be added
-        if graph.producer(name) is not None or name in graph.tensors:
-            graph.rename(name, graph.fresh(f"{name}.before"))
+        if name not in graph.inputs:
+            graph.set_aside(name)
     for usual, name in names.items():
         if usual in (TOKENS, MASK, POSITIONS) and name in graph.inputs and usual not in graph.inputs:
             graph.rename(name, graph.fresh(usual))
-    caches = _caches(graph)
+    attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
+    caches = tuple(cache for node in attentions for cache in _caches_of(graph, node)) or joined_caches(graph)
     if not caches:
         if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in FLOATS for name in graph.inputs):
             raise BundleError(
@@ -169,7 +170,12 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
             "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
         )
     past = {cache.past for cache in caches}
-    _rename_only(graph, TOKENS, [name for name in graph.inputs if name not in past and _is_tokens(graph, name)])
+    tokens = [
+        name
+        for name in graph.inputs
+        if name not in past and graph.element_type(name) in _INTEGERS and not re.search("position|mask|type", name)
+    ]
+    _rename_only(graph, TOKENS, [name for name in tokens if embedding_lookup(graph, name) is not None])
     if TOKENS not in graph.inputs:
         raise BundleError(
             "the model has no input of token ids", "give the decoder of a text model, not an encoder or an image part"
@@ -221,12 +227,6 @@ def stored_constant(graph: EditableGraph, name: str) -> Tensor | None:
     return graph.tensors.get(graph.source(name, *_STORED_LAYOUT))
 
 
-def _caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
-    """Cache inputs with their outputs, as `identify_io` returns them."""
-    attentions = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
-    return tuple(cache for node in attentions for cache in _caches_of(graph, node)) or joined_caches(graph)
-
-
 def joined_caches(graph: EditableGraph) -> tuple[CacheTensor, ...]:
     """Cache inputs to which a Concat appends new slots, in the order of the graph inputs."""
     return tuple(
@@ -251,12 +251,6 @@ def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTens
         if any(each.op == node.op and each is not node for each in graph.consumers(cache.past)):
             raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
     return caches[0], caches[1]
-
-
-def _is_tokens(graph: EditableGraph, name: str) -> bool:
-    """Whether an input is integers by which rows of a table are gathered."""
-    may_be = graph.element_type(name) in _INTEGERS and not re.search("position|mask|type", name)
-    return may_be and embedding_lookup(graph, name) is not None
 
 
 def _rename_only(graph: EditableGraph, wanted: str, candidates: list[str]) -> None:

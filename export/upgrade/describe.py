@@ -26,17 +26,10 @@ from .quantized_linears import BIAS, SCALES, ZERO_POINTS
 
 _ATTENTION: Final = "GroupQueryAttention"
 _WEIGHT_INPUTS: Final[Mapping[str, int]] = {
-    "MatMul": 1,
-    "Gemm": 1,
-    "MatMulNBits": 1,
-    "MatMulBnb4": 1,
-    "MatMulInteger": 1,
-    "DynamicQuantizeMatMul": 1,
-    "MatMulIntegerToFloat": 1,
-    "QMoE": 2,
-    "MoE": 2,
-    "Gather": 0,
-    "GatherBlockQuantized": 0,
+    **dict.fromkeys(("MatMul", "Gemm", "MatMulNBits", "MatMulBnb4", "MatMulInteger"), 1),
+    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulIntegerToFloat"), 1),
+    **dict.fromkeys(("QMoE", "MoE"), 2),
+    **dict.fromkeys(("Gather", "GatherBlockQuantized"), 0),
 }
 """Operators that read a weight matrix, and the index of that input."""
 _TOKENIZER: Final = "tokenizer.json"
@@ -57,11 +50,6 @@ class WeightMatrix:
     stored: Mapping[Source, int]
     """Number of bytes of codes, scales and zero points, by where they are stored."""
 
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return self.rows * self.columns
-
 
 def weight_matrices(graph: EditableGraph) -> list[WeightMatrix]:
     """Find every matrix that multiplies hidden states, and the embedding.
@@ -80,10 +68,8 @@ def weight_matrices(graph: EditableGraph) -> list[WeightMatrix]:
         weights = _weights(graph, node)
         if weights is None:
             continue
-        if node is head:
-            matrices.append(_matrix(graph, node, "head", weights))
-        elif node is embedding:
-            matrices.append(_matrix(graph, node, "embedding", weights))
+        if node is head or node is embedding:
+            matrices.append(_matrix(graph, node, "head" if node is head else "embedding", weights))
         elif node.op.startswith("Gather"):
             continue  # a table of positions, cosines or sines
         elif _leads_to_attention(graph, node):
@@ -99,11 +85,10 @@ def weight_matrices(graph: EditableGraph) -> list[WeightMatrix]:
 
 def formats_of(matrices: Sequence[WeightMatrix]) -> dict[str, WeightFormat]:
     """Weight format by name; where several matrices share a name, the format of the largest."""
-    largest: dict[str, WeightMatrix] = {}
+    formats: dict[str, WeightFormat] = {}
     for matrix in matrices:
-        if matrix.name not in largest or matrix.size > largest[matrix.name].size:
-            largest[matrix.name] = matrix
-    formats = {name: matrix.format for name, matrix in largest.items()}
+        alike = (each for each in matrices if each.name == matrix.name)
+        formats[matrix.name] = max(alike, key=lambda each: each.rows * each.columns).format
     return {**formats, "embedding": formats.get("embedding", formats["head"])}
 
 
@@ -113,7 +98,7 @@ def bits_per_weight(matrices: Sequence[WeightMatrix]) -> float:
     weights: dict[Source, int] = {}
     for matrix in matrices:
         stored |= matrix.stored
-        weights[next(iter(matrix.stored))] = matrix.size
+        weights[next(iter(matrix.stored))] = matrix.rows * matrix.columns
     return 8 * sum(stored.values()) / sum(weights.values())
 
 
@@ -163,7 +148,10 @@ def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> Wei
     bits = node.attribute("bits", node.attribute("expert_weight_bits", 4 if node.op == "MatMulBnb4" else None))
     stored = {weights.source: weights.nbytes}
     if bits is None:
-        rows, columns = _float_shape(graph, node, weights)
+        rows, columns = weights.shape[0], weights.size // weights.shape[0]
+        transposed = graph.producer_of(node.input(_WEIGHT_INPUTS[node.op]), "Transpose") is not None
+        if (node.op.startswith("Gather") or bool(node.attribute("transB", 0))) == transposed:
+            rows, columns = columns, rows
         return WeightMatrix(name, WeightFormat(8 * weights.nbytes // weights.size), rows, columns, stored)
     half_scales = False
     for index in range(1, len(node.inputs)):
@@ -178,14 +166,6 @@ def _matrix(graph: EditableGraph, node: Node, name: str, weights: Tensor) -> Wei
     block = node.attribute("block_size", 0)
     weight_format = WeightFormat(int(bits), block, zero_points=zero_points, half_scales=half_scales)
     return WeightMatrix(name, weight_format, rows, columns, stored)
-
-
-def _float_shape(graph: EditableGraph, node: Node, weights: Tensor) -> tuple[int, int]:
-    """Outputs and inputs of a float matrix, or rows and channels of a table."""
-    first, last = weights.shape[0], weights.size // weights.shape[0]
-    transposed = graph.producer_of(node.input(_WEIGHT_INPUTS[node.op]), "Transpose") is not None
-    by_row = node.op.startswith("Gather") or bool(node.attribute("transB", 0))
-    return (first, last) if by_row != transposed else (last, first)
 
 
 def find_foreign_model(source: Path) -> Bundle:

@@ -230,21 +230,11 @@ class EditableGraph:
         self.tensors[name] = value if isinstance(value, Tensor) else Tensor.of(np.asarray(value))
         return name
 
-    def add_input(self, info: ValueInfoProto) -> None:
-        """Declare a graph input.
-
-        Raises:
-            ValueError: the name is taken.
-        """
-        self._require_free(info.name)
-        self.inputs[info.name] = info
-
     def set_output(self, info: ValueInfoProto, value: str) -> None:
         """Declare a graph output. `value` takes its name, and an existing output of that name is replaced."""
         self.outputs.pop(info.name, None)
         if value != info.name:
-            if self._is_taken(info.name):
-                self.rename(info.name, self.fresh(f"{info.name}.before"))
+            self.set_aside(info.name)
             self.rename(value, info.name)
         self.outputs[info.name] = info
 
@@ -294,7 +284,8 @@ class EditableGraph:
         """
         if old == new:
             return
-        self._require_free(new)
+        if self._is_taken(new):
+            raise ValueError(f"{new} is taken")
         producer = self._producers.pop(old, None)
         if producer is not None:
             producer.outputs = tuple(new if name == old else name for name in producer.outputs)
@@ -305,6 +296,11 @@ class EditableGraph:
             if old in declared:
                 declared[new] = ValueInfoProto(name=new, type=declared.pop(old).type)
         self.replace_uses(old, new)
+
+    def set_aside(self, name: str) -> None:
+        """Give the value of that name, if there is one, another name."""
+        if self._is_taken(name):
+            self.rename(name, self.fresh(f"{name}.before"))
 
     def remove(self, node: Node) -> None:
         """Remove a node. Readers of its outputs must be changed separately."""
@@ -380,10 +376,6 @@ class EditableGraph:
 
     def _is_taken(self, name: str) -> bool:
         return name in self._producers or name in self.inputs or name in self.tensors
-
-    def _require_free(self, name: str) -> None:
-        if self._is_taken(name):
-            raise ValueError(f"{name} is taken")
 
     def _is_captured(self, name: str) -> bool:
         return any(name in reader.captured for reader in self._consumers.get(name, ()))

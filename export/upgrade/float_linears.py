@@ -158,7 +158,12 @@ def _is_product(graph: EditableGraph, node: Node, matrix: Matrix) -> bool:
         return True
     bias = graph.tensors.get(node.input(2))
     fits = not node.input(2) or (bias is not None and bias.shape == (matrix.shape[0],))
-    return fits and node.attribute("alpha", 1.0) == 1 and node.attribute("beta", 1.0) == 1
+    return fits and is_unscaled(node)
+
+
+def is_unscaled(gemm: Node) -> bool:
+    """Whether a Gemm multiplies neither its product nor its bias by a number."""
+    return all(gemm.attribute(name, 1.0) == 1 for name in ("alpha", "beta"))
 
 
 def _quantize_embedding(

@@ -12,7 +12,7 @@ from onnx.inliner import inline_selected_functions
 
 from ...errors import BundleError, InputError
 from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
-from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest, Method, WeightFormat
+from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest, Method
 from ...models.progress import Progress, counted, silent
 from ...runtime.graph.cache_io import states_by_key
 from ...runtime.graph.graph_io import GraphValue
@@ -127,7 +127,11 @@ def _write(
     tokenizer = source.file("tokenizer.json")
     assert tokenizer is not None  # noqa: S101 -- find_foreign_model has found it
     require_tokenizer(tokenizer.parent, vocab_size)
-    body, head = _formats(graph, recipe, notes)
+    few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
+    if few_bits and recipe.body is not None:
+        notes.append("weights that have few bits already were not rounded again")
+    default = FP32 if few_bits else INT4
+    body, head = recipe.body or default, recipe.head_format or default
     rounds = body != FP32 or head != FP32
     if rounds:
         difference = _require_same(graph.folder, graph.model(in_place), reference, progress)
@@ -183,7 +187,11 @@ def _rewire(source: Bundle, recipe: ExportRecipe, notes: list[str]) -> tuple[Edi
     shape = wire_attention(graph, caches, context, sizes.get(3))
     select_positions(graph)
     graph.sweep()
-    _remove_inputs(graph)
+    kept = {info.name for info in inputs_outputs.pass_inputs()}
+    for name in [name for name in graph.inputs if name not in kept and not name.startswith("past_key_values.")]:
+        if graph.consumers(name):
+            raise BundleError(f"the model has an unknown input {name}", "such a graph cannot be upgraded")
+        del graph.inputs[name]
     return graph, shape, context
 
 
@@ -206,15 +214,6 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
 def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:
     if widen(graph):
         notes.append("half precision became float32, in which a CPU computes")
-
-
-def _formats(graph: EditableGraph, recipe: ExportRecipe, notes: list[str]) -> tuple[WeightFormat, WeightFormat]:
-    """Formats for the float matrices of the layers, and for a float LM head and embedding."""
-    few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
-    if few_bits and recipe.body is not None:
-        notes.append("weights that have few bits already were not rounded again")
-    default = FP32 if few_bits else INT4
-    return recipe.body or default, recipe.head_format or default
 
 
 def _require_same(folder: Path, model: ModelProto, reference: Reference, progress: Progress) -> float:
@@ -266,16 +265,3 @@ def _require_upgradable(graph: EditableGraph, source: Bundle) -> None:
             f"{source.graph} has layers that keep a state ({name}), which cannot be upgraded",
             "run it as it is, or export its checkpoint with edge-run export",
         )
-
-
-def _remove_inputs(graph: EditableGraph) -> None:
-    """Remove inputs of the source that no node reads any more.
-
-    Raises:
-        BundleError: a node reads one that the contract does not have.
-    """
-    kept = {info.name for info in inputs_outputs.pass_inputs()}
-    for name in [name for name in graph.inputs if name not in kept and not name.startswith("past_key_values.")]:
-        if graph.consumers(name):
-            raise BundleError(f"the model has an unknown input {name}", "such a graph cannot be upgraded")
-        del graph.inputs[name]

@@ -8,7 +8,7 @@ not every way to write it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from ...errors import ExportError
 from .decoder_io import PassShape
 from .editable import MICROSOFT, EditableGraph, Node
+from .float_linears import is_unscaled
 from .graph_parts import Array
 from .subgraph_runner import SubgraphRunner, sizes
 
@@ -43,25 +44,19 @@ def fold_shapes(graph: EditableGraph, context: int) -> None:
             if sum(not isinstance(each, int) for each in dimensions) <= 1:
                 graph.set_input(node, 1, graph.add_tensor("shape.settled", np.array(shape, np.int64)))
     tokens = min(_MANY_TOKENS, context - 1)
-    _fold_bounds(graph, runner, (*_PASSES, PassShape(tokens, context - tokens)))
+    bounds = {name for node in graph.nodes_of(*_ARRANGING) for name in node.inputs[1:]}
+    names = sorted(bounds - {"", *graph.tensors, *graph.inputs, *runner.token_dependent})
+    with suppress(ExportError):
+        first, *others = (runner.run(names, each) for each in (*_PASSES, PassShape(tokens, context - tokens)))
+        for name in names:
+            if all(np.array_equal(first[name], other[name]) for other in others):
+                graph.replace_uses(name, graph.add_tensor("bound.settled", first[name]))
     for node in graph.nodes_of("Gemm"):
         _keep_batch_axis(graph, runner, node)
     for node in graph.nodes_of("Reshape"):
         if runner.shape(node.input(0)) == runner.shape(node.output(0)) is not None:
             graph.replace_uses(node.output(0), node.input(0))
     graph.sweep()
-
-
-def _fold_bounds(graph: EditableGraph, runner: SubgraphRunner, passes: Sequence[PassShape]) -> None:
-    bounds = {name for node in graph.nodes_of(*_ARRANGING) for name in node.inputs[1:]}
-    names = sorted(bounds - {"", *graph.tensors, *graph.inputs, *runner.token_dependent})
-    try:
-        first, *others = (runner.run(names, lengths) for lengths in passes)
-    except ExportError:
-        return
-    for name in names:
-        if all(np.array_equal(first[name], other[name]) for other in others):
-            graph.replace_uses(name, graph.add_tensor("bound.settled", first[name]))
 
 
 def _keep_batch_axis(graph: EditableGraph, runner: SubgraphRunner, gemm: Node) -> None:
@@ -72,7 +67,8 @@ def _keep_batch_axis(graph: EditableGraph, runner: SubgraphRunner, gemm: Node) -
     flattened = graph.producer_of(gemm.input(0), "Reshape")
     matrix = graph.tensors.get(gemm.input(1))
     reshaped = [node for node in graph.consumers(gemm.output(0)) if node.op != "Shape"]
-    if flattened is None or matrix is None or not _is_product(gemm) or gemm.output(0) in graph.outputs:
+    plain = is_unscaled(gemm) and not gemm.attribute("transA", 0) and not gemm.attribute("transB", 0)
+    if flattened is None or matrix is None or not plain or gemm.output(0) in graph.outputs:
         return
     value = flattened.input(0)
     source, wanted = runner.shape(value) or (), (1, "new", *(runner.shape(gemm.output(0)) or ())[1:])
@@ -87,12 +83,6 @@ def _keep_batch_axis(graph: EditableGraph, runner: SubgraphRunner, gemm: Node) -
         value = graph.value("Add", [value, gemm.input(2)], name=f"{value}.biased")
     for node in reshaped:
         graph.replace_value(node.output(0), value)
-
-
-def _is_product(gemm: Node) -> bool:
-    """Whether a Gemm is a plain product plus a bias."""
-    unscaled = gemm.attribute("alpha", 1.0) == 1 and gemm.attribute("beta", 1.0) == 1
-    return unscaled and not gemm.attribute("transA", 0) and not gemm.attribute("transB", 0)
 
 
 def fuse_norms(graph: EditableGraph) -> None:
@@ -162,7 +152,12 @@ def fuse_gelu(graph: EditableGraph) -> None:
         while runner and (node := graph.sole_reader(result, *_POLYNOMIAL)) is not None:
             result = node.output(0)
             source = _only_source(runner, result)
-            if source is not None and _is_gelu(runner, source, result):
+            if source is None:
+                continue
+            lengths = PassShape(5, 0)
+            x = np.random.default_rng(0).uniform(-6, 6, sizes(runner.shape(source) or (), lengths)).astype(np.float32)
+            expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+            if _computes(runner, source, result, lengths, x, expected):
                 graph.replace_value(result, graph.value("FastGelu", [source], name=f"{result}.gelu", domain=MICROSOFT))
                 break
     graph.sweep()
@@ -180,10 +175,3 @@ def _only_source(runner: SubgraphRunner, result: str) -> str | None:
             waiting += runner.inputs(node)
     source = sources.pop()
     return source if not sources and runner.shape(source) == runner.shape(result) is not None else None
-
-
-def _is_gelu(runner: SubgraphRunner, source: str, result: str) -> bool:
-    lengths = PassShape(5, 0)
-    x = np.random.default_rng(0).uniform(-6, 6, sizes(runner.shape(source) or (), lengths)).astype(np.float32)
-    expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return _computes(runner, source, result, lengths, x, expected)

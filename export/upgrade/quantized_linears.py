@@ -168,40 +168,40 @@ def _concatenated(tensors: Sequence[Tensor], rows: int) -> Tensor:
 def convert_integer_linears(graph: EditableGraph) -> None:
     """Replace every dynamically quantized linear that is recognized."""
     for node in graph.nodes_of("MatMulInteger"):
-        _convert(graph, node)
+        quantize = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
+        codes = graph.tensors.get(node.input(1))
+        cast = graph.sole_reader(node.output(0), "Cast")
+        product = None if cast is None else graph.sole_reader(cast.output(0), "Mul")
+        if quantize is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
+            continue
+        if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != quantize.output(2):
+            continue
+        others = [name for name in product.inputs if name != cast.output(0)]
+        combined = graph.producer_of(others[0], "Mul") if len(others) == 1 else None
+        if combined is None or quantize.output(1) not in combined.inputs:
+            continue
+        stored = [graph.array(name) for name in combined.inputs if name != quantize.output(1)]
+        columns, rows = codes.shape
+        scales = _by_column(stored[0] if len(stored) == 1 else None, rows)
+        zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), rows)
+        if scales is None or zeros is None:
+            continue
+        shift = _SIGN_SHIFT if codes.element_type == TensorProto.INT8 else 0
+        zeros = (zeros.astype(np.int64) + shift).astype(np.uint8)
+        block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
+        blocks = -(-columns // block)
+        make = partial(_packed, codes, np.uint8(shift), zeros, blocks * block)
+        packed = Tensor.computed(np.uint8, (rows, blocks, block), make)
+        inputs: list[Operand] = [
+            quantize.input(0),
+            packed,
+            np.repeat(scales.astype(np.float32)[:, None], blocks, axis=1),
+        ]
+        if (zeros != _SIGN_SHIFT).any():
+            inputs.append(np.repeat(zeros[:, None], blocks, axis=1))
+        linear = quantized_linear(graph, node.name or node.output(0), inputs, (rows, columns), 8, block)
+        graph.replace_value(product.output(0), linear)
     graph.sweep()
-
-
-def _convert(graph: EditableGraph, node: Node) -> None:
-    quantize = graph.producer_of(node.input(0), "DynamicQuantizeLinear")
-    codes = graph.tensors.get(node.input(1))
-    cast = graph.sole_reader(node.output(0), "Cast")
-    product = None if cast is None else graph.sole_reader(cast.output(0), "Mul")
-    if quantize is None or codes is None or len(codes.shape) != 2 or cast is None or product is None:
-        return
-    if codes.element_type not in (TensorProto.INT8, TensorProto.UINT8) or node.input(2) != quantize.output(2):
-        return
-    others = [name for name in product.inputs if name != cast.output(0)]
-    combined = graph.producer_of(others[0], "Mul") if len(others) == 1 else None
-    if combined is None or quantize.output(1) not in combined.inputs:
-        return
-    stored = [graph.array(name) for name in combined.inputs if name != quantize.output(1)]
-    columns, rows = codes.shape
-    scales = _by_column(stored[0] if len(stored) == 1 else None, rows)
-    zeros = _by_column(graph.array(node.input(3)) if node.input(3) else np.zeros(1), rows)
-    if scales is None or zeros is None:
-        return
-    shift = _SIGN_SHIFT if codes.element_type == TensorProto.INT8 else 0
-    zeros = (zeros.astype(np.int64) + shift).astype(np.uint8)
-    block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
-    blocks = -(-columns // block)
-    make = partial(_packed, codes, np.uint8(shift), zeros, blocks * block)
-    packed = Tensor.computed(np.uint8, (rows, blocks, block), make)
-    inputs: list[Operand] = [quantize.input(0), packed, np.repeat(scales.astype(np.float32)[:, None], blocks, axis=1)]
-    if (zeros != _SIGN_SHIFT).any():
-        inputs.append(np.repeat(zeros[:, None], blocks, axis=1))
-    linear = quantized_linear(graph, node.name or node.output(0), inputs, (rows, columns), 8, block)
-    graph.replace_value(product.output(0), linear)
 
 
 def _by_column(value: Array | None, columns: int) -> Array | None:

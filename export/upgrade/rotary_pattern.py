@@ -90,16 +90,15 @@ def find_rotation(
     Returns:
         The rotation; None if there is none, or it is not recognized.
     """
-    keys = [
-        _Path(runner, name, attention.key.new, attention.kv_heads, attention.head_dim)
-        for name in _candidates(runner, attention.key.new)
-    ]
-    key, table = next(((path, table) for path in keys if (table := path.fitting(known, context))), (None, None))
-    if key is None or table is None:
-        return None
-    for name in _candidates(runner, attention.query):
-        if _Path(runner, name, attention.query, attention.heads, attention.head_dim).fits(table):
-            return name, key.source, table
+    for source in _candidates(runner, attention.key.new):
+        key = _Path(runner, source, attention.key.new, attention.kv_heads, attention.head_dim)
+        for table in chain(known, (key.table(context, interleaved) for interleaved in (False, True))):
+            if table is None or not key.fits(table):
+                continue
+            for name in _candidates(runner, attention.query):
+                if _Path(runner, name, attention.query, attention.heads, attention.head_dim).fits(table):
+                    return name, source, table
+            return None
     return None
 
 
@@ -129,11 +128,6 @@ class _Path(NamedTuple):
     """[1, heads, new, head_dim]."""
     heads: int
     head_dim: int
-
-    def fitting(self, known: Iterable[RotaryTable], context: int) -> RotaryTable | None:
-        """The table of the rotation, one of the known ones if it fits."""
-        tables = chain(known, (self.table(context, interleaved) for interleaved in (False, True)))
-        return next((table for table in tables if table is not None and self.fits(table)), None)
 
     def run(self, heads: Float32Array, past: int) -> Float32Array | None:
         """What becomes of unrotated heads [heads, new, head_dim] after `past` tokens; None if that cannot be run."""

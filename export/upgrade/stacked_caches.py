@@ -24,7 +24,6 @@ _SPLITTING: Final = frozenset({"Cast", "Gather", "Reshape", "Slice", "Split", "S
 _JOINING: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
-
 _Part = tuple[str, str, Node]
 """Keys or values within a cache tensor: the graph input, the past slots that are computed from it, and the Concat that
 appends the new slots."""
@@ -36,7 +35,7 @@ def split_caches(graph: EditableGraph) -> None:
     Raises:
         BundleError: the structure of a cache is unknown.
     """
-    parts = [part for name in list(graph.inputs) if _may_be_cache(graph, name) for part in _parts(graph, name)]
+    parts = [part for name in list(graph.inputs) for part in _parts(graph, name)]
     for index, part in enumerate(parts):
         _replace_shapes(graph, part, index)
         _replace_cache(graph, part, index)
@@ -47,13 +46,10 @@ def split_caches(graph: EditableGraph) -> None:
         del graph.inputs[name]
 
 
-def _may_be_cache(graph: EditableGraph, name: str) -> bool:
-    shape = graph.shape(name)
-    return graph.element_type(name) in _FLOATS and shape is not None and len(shape) in (3, 4, 5) and "mask" not in name
-
-
 def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
-    """Find the Concat nodes that are reached from a cache through operators that take it apart."""
+    """Find the Concat nodes that are reached from an input, if it may be a cache, through operators that split it."""
+    if graph.element_type(cache) not in _FLOATS or len(graph.shape(cache) or ()) not in (3, 4, 5) or "mask" in cache:
+        return
     for value, node in graph.readers(cache, lambda value, node: node.op in _SPLITTING and node.input(0) == value):
         appends = node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value
         if appends and (value != cache or node.output(0) not in graph.outputs):
@@ -91,10 +87,10 @@ def _replace_cache(graph: EditableGraph, part: _Part, index: int) -> None:
     for output in {joined, *(name for node in joining for name in node.outputs)}:  # they contain the part's slots
         graph.outputs.pop(output, None)
     past, present = (f"{cache}.{side}.{index}" for side in ("past", "present"))
-    graph.add_input(helper.make_tensor_value_info(past, element_type, [1, heads, "past", channels]))
+    graph.set_aside(past)
+    graph.inputs[past] = helper.make_tensor_value_info(past, element_type, [1, heads, "past", channels])
     graph.replace_uses(value, past)
-    info = helper.make_tensor_value_info(present, element_type, [1, heads, "total", channels])
-    graph.set_output(info, joined)
+    graph.set_output(helper.make_tensor_value_info(present, element_type, [1, heads, "total", channels]), joined)
 
 
 def _part_shape(graph: EditableGraph, name: str, value: str) -> tuple[int, ...]:

@@ -58,7 +58,22 @@ class SubgraphRunner:
         }
         """Values that depend on the token ids, other than through their shape."""
         self._shapes: dict[str, tuple[Dimension, ...]] = {}
-        self._learn_shapes()
+        names = [*graph.inputs, *(name for node in self.order for name in node.outputs if name)]
+        fed = (
+            {name: input_value(info, lengths) for name, info in graph.inputs.items()}.get
+            for lengths in (_FIRST, _SECOND)
+        )
+        try:
+            first, second = run_part(graph, self.order, "Shape", names, *fed)
+        except ExportError as error:
+            raise BundleError(
+                f"the model's graph does not run on one sequence with a cache: {error.what}",
+                "such a graph cannot be upgraded",
+            ) from error
+        for name in names:
+            pairs = list(zip(first[name].tolist(), second[name].tolist(), strict=False))
+            if len(first[name]) == len(second[name]) and all(a == b or (a, b) in _LENGTHS for a, b in pairs):
+                self._shapes[name] = tuple(a if a == b else _LENGTHS[a, b] for a, b in pairs)
 
     def inputs(self, node: Node) -> list[str]:
         """Inputs of a node that depend on the token ids."""
@@ -99,24 +114,6 @@ class SubgraphRunner:
             return np.array(sizes(dimensions, lengths)[node.attribute("start", 0) : node.attribute("end")], np.int64)
 
         return run_part(self.graph, self.order, "Identity", wanted, known)[0]
-
-    def _learn_shapes(self) -> None:
-        names = [*self.graph.inputs, *(name for node in self.order for name in node.outputs if name)]
-        fed = (
-            {name: input_value(info, lengths) for name, info in self.graph.inputs.items()}.get
-            for lengths in (_FIRST, _SECOND)
-        )
-        try:
-            first, second = run_part(self.graph, self.order, "Shape", names, *fed)
-        except ExportError as error:
-            raise BundleError(
-                f"the model's graph does not run on one sequence with a cache: {error.what}",
-                "such a graph cannot be upgraded",
-            ) from error
-        for name in names:
-            pairs = list(zip(first[name].tolist(), second[name].tolist(), strict=False))
-            if len(first[name]) == len(second[name]) and all(a == b or (a, b) in _LENGTHS for a, b in pairs):
-                self._shapes[name] = tuple(a if a == b else _LENGTHS[a, b] for a, b in pairs)
 
 
 def sizes(dimensions: Sequence[Dimension], lengths: PassShape) -> list[int]:
