@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from support.processes import EDGE_RUN, started
 
@@ -99,6 +100,16 @@ class RpcClient:
             validator(name).validate(response["result"])
         result: dict[str, Any] = response["result"]
         return result
+
+    def failed(self, id_: Any) -> RpcFailedError:
+        """Wait for the response to a request, which is an error, and return it."""
+        with pytest.raises(RpcFailedError) as caught:
+            self.result(id_)
+        return caught.value
+
+    def refused(self, method: str, params: dict[str, Any] | None = None) -> RpcFailedError:
+        """Send a request and wait for its error."""
+        return self.failed(self.send(method, params))
 
     def call(self, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and wait for its result."""

@@ -31,6 +31,18 @@ def app(tmp_path_factory: pytest.TempPathFactory, endless_bundle: Path) -> Itera
         yield started
 
 
+@pytest.fixture
+def generations(tmp_path: Path, endless_bundle: Path) -> Iterator[Generations]:
+    """Generations of an app without a page, with that model."""
+    with (
+        ConversationStore(tmp_path / "conversations.sqlite3") as store,
+        ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
+    ):
+        generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
+        yield generations
+        generations.close()
+
+
 def test_an_answer_goes_on_while_no_window_is_open(app: RunningApp, cookies: httpx.Cookies) -> None:
     with window(app, cookies) as first:
         conversation = new_conversation(first.client)
@@ -56,54 +68,44 @@ def test_an_answer_goes_on_while_no_window_is_open(app: RunningApp, cookies: htt
         assert read(second.client, conversation)["writing"] == []
 
 
-def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(tmp_path: Path, endless_bundle: Path) -> None:
-    with (
-        ConversationStore(tmp_path / "conversations.sqlite3") as store,
-        ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
-    ):
-        generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
-        stopping: list[threading.Thread] = []
+def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(generations: Generations) -> None:
+    store = generations._context.store
+    stopping: list[threading.Thread] = []
 
-        def cancel(message_id: str) -> None:
-            generation = generations.live(message_id)
-            assert generation is not None
-            generation.cancellation.cancel()
+    def cancel(message_id: str) -> None:
+        generation = generations.live(message_id)
+        assert generation is not None
+        generation.cancellation.cancel()
 
-        def stop(change: Change) -> None:
-            message = None if change.message_id is None else store.message(change.message_id)
-            if message is not None and message.state is MessageState.WRITING and not stopping:
-                stopping.append(threading.Thread(target=cancel, args=(message.id,)))
-                stopping[0].start()
-                # It has to wait for the answer's beginning; without that it would be through here.
-                stopping[0].join(0.2)
+    def stop(change: Change) -> None:
+        message = None if change.message_id is None else store.message(change.message_id)
+        if message is not None and message.state is MessageState.WRITING and not stopping:
+            stopping.append(threading.Thread(target=cancel, args=(message.id,)))
+            stopping[0].start()
+            # It has to wait for the answer's beginning; without that it would be through here.
+            stopping[0].join(0.2)
 
-        store.listener = stop
-        # Without the stop, the answer ends by its length.
-        question = store.add_message(store.create(sampling={"max_tokens": 20_000}).id, None, "user", "hello")
-        (answer,) = generations.begin(question)
-        wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
-        assert store.message(answer.id).state is MessageState.STOPPED
-        stopping[0].join()
-        generations.close()
+    store.listener = stop
+    # Without the stop, the answer ends by its length.
+    question = store.add_message(store.create(sampling={"max_tokens": 20_000}).id, None, "user", "hello")
+    (answer,) = generations.begin(question)
+    wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
+    assert store.message(answer.id).state is MessageState.STOPPED
+    stopping[0].join()
 
 
-def test_an_answer_that_is_resumed_twice_at_once_goes_on_once(tmp_path: Path, endless_bundle: Path) -> None:
-    with (
-        ConversationStore(tmp_path / "conversations.sqlite3") as store,
-        ModelPool([str(endless_bundle)], lambda path, progress: load(path, progress=progress, draft=None)) as pool,
-    ):
-        generations = Generations(AppContext(store, pool, EventChannel(), ServerSettings()))
-        question = store.add_message(store.create(sampling={"max_tokens": 3}).id, None, "user", "hello")
-        (answer,) = generations.begin(question)
-        wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
-        ended = store.message(answer.id)  # what two requests have read that come at once
-        store.change(question.conversation, sampling={"max_tokens": 20_000})
+def test_an_answer_that_is_resumed_twice_at_once_goes_on_once(generations: Generations) -> None:
+    store = generations._context.store
+    question = store.add_message(store.create(sampling={"max_tokens": 3}).id, None, "user", "hello")
+    (answer,) = generations.begin(question)
+    wait_until(lambda: store.message(answer.id).state is not MessageState.WRITING)
+    ended = store.message(answer.id)  # what two requests have read that come at once
+    store.change(question.conversation, sampling={"max_tokens": 20_000})
+    generations.resume(ended, question)
+    wait_until(lambda: len(store.message(answer.id).content) > len(ended.content))
+    with pytest.raises(RefusedError):
         generations.resume(ended, question)
-        wait_until(lambda: len(store.message(answer.id).content) > len(ended.content))
-        with pytest.raises(RefusedError):
-            generations.resume(ended, question)
-        assert len(store.message(answer.id).content) > len(ended.content)
-        generations.close()
+    assert len(store.message(answer.id).content) > len(ended.content)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")

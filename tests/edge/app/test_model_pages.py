@@ -78,6 +78,7 @@ def go_on(hub: HubServer) -> None:
 
 def test_a_download_is_paused_and_goes_on_after_a_reload(page: Page, hub: HubServer) -> None:
     begin(page, hub, "acme/Tiny-Chat").get_by_role("button", name="Pause").click()
+    before = len(hub.seen)
     expect(card(page, "acme/Tiny-Chat")).to_have_attribute("data-state", "paused")
     page.reload()
     paused = card(page, "acme/Tiny-Chat")
@@ -89,6 +90,8 @@ def test_a_download_is_paused_and_goes_on_after_a_reload(page: Page, hub: HubSer
     notices = page.get_by_role("status").filter(has_text="was downloaded and can be used")
     expect(notices).to_be_visible()
     expect(page.locator('[data-model="acme/Tiny-Chat"]')).to_contain_text("not measured yet")
+    ranges = [seen.range for seen in hub.seen[before:] if "model.onnx.data" in seen.path and seen.range]
+    assert any(int(each.removeprefix("bytes=").rstrip("-")) > 1_000_000 for each in ranges)
 
 
 def test_models_of_the_hub_are_found_by_name_when_the_button_is_pressed(page: Page, hub: HubServer) -> None:
@@ -131,7 +134,7 @@ def test_a_download_that_failed_is_resumed_where_it_was_begun(page: Page, hub: H
     expect(worth.get_by_role("button", name=re.compile("^Download"))).to_be_enabled()
 
 
-def test_models_are_loaded_and_removed_after_a_question(page: Page) -> None:
+def test_models_are_loaded_and_removed_after_a_question(page: Page, folder: Path) -> None:
     page.get_by_label("Another model of the hub").fill("acme/Removed")
     page.get_by_role("button", name="Download", exact=True).click()
     model = page.locator('[data-model="acme/Removed"]')
@@ -144,8 +147,10 @@ def test_models_are_loaded_and_removed_after_a_question(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(model).to_be_visible()
     model.get_by_role("button", name="Remove Removed").click()
+    assert (stored := [path for path in folder.rglob("*.onnx") if "Removed" in str(path)])
     dialog.get_by_role("button", name="Remove", exact=True).click()
     expect(model).to_have_count(0)
+    assert not any(path.exists() for path in stored)
     expect(page.locator('[data-model="shell-helper"] button[aria-label^="Remove"]')).to_have_count(0)
 
 
@@ -218,7 +223,7 @@ def test_a_comparison_is_written_side_by_side(page: Page) -> None:
 def test_the_exactness_report_is_in_plain_words(page: Page) -> None:
     page.get_by_role("button", name="Advanced").click()
     page.get_by_role("menuitem", name="Exactness").click()
-    page.locator(".model-form select").first.select_option("shell-helper")
+    page.locator(".model-form select").first.select_option("bundle")
     expect(page.get_by_text("This model has not been checked on this machine yet.")).to_be_visible()
     page.get_by_role("button", name="Check", exact=True).click()
     report = page.get_by_role("article")

@@ -37,19 +37,6 @@ def engine(model: Path) -> Iterator[edgerun.Engine]:
         yield engine
 
 
-def test_the_library_gives_the_parts_of_an_answer(engine: edgerun.Engine) -> None:
-    reply = engine.generate([QUESTION], tools=[WEATHER])
-    assert (reply.text, reply.reasoning, reply.unparsed) == ("I look.", "Paris and Rome", False)
-    assert [(call.name, call.values) for call in reply.tool_calls] == [
-        ("get_weather", {"city": "Paris"}),
-        ("get_weather", {"city": "Rome"}),
-    ]
-    assert reply.message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in reply.tool_calls]
-    last = engine.generate([QUESTION, reply.message, *results], tools=[WEATHER])
-    assert (last.text, last.tool_calls) == ("It is sunny in both.", ())
-
-
 def test_an_answer_that_is_left_as_written_or_cut_off_is_text(engine: edgerun.Engine) -> None:
     reply = engine.generate([QUESTION], tools=[WEATHER], parse_answer=False)
     assert reply.tool_calls == ()

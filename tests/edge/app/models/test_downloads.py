@@ -1,4 +1,4 @@
-"""Downloads of the app: pause, resume, cancel, restart, and what is said without a connection."""
+"""Downloads of the app: cancel, restart, and what is said without a connection."""
 
 from __future__ import annotations
 
@@ -55,31 +55,6 @@ def start_stalled(client: httpx.Client, hub: HubServer, hf: Path) -> dict[str, A
     assert download["received"] < download["total"]
     assert partial_files(hf)
     return download
-
-
-def test_a_download_is_paused_resumed_and_used(tmp_path: Path, hub: HubServer) -> None:
-    hf = tmp_path / "hf"
-    with running_app(tmp_path / "home") as app, app.entered() as client:
-        key = start_stalled(client, hub, hf)["key"]
-        assert ask(client, f"/api/downloads/{key}/pause", {})["download"]["state"] == "paused"
-        hub.faults.stall.clear()
-        hub.faults.go_on.set()
-        received = wait_for(client, "paused")["received"]
-        assert received > 1_000_000
-        before = len(hub.seen)
-        assert ask(client, f"/api/downloads/{key}/resume", {})["download"]["state"] in {"queued", "downloading"}
-        assert wait_for(client, "done")["model"] == REPO
-        ranges = [seen.range for seen in hub.seen[before:] if WEIGHTS in seen.path and seen.range]
-        assert any(int(each.removeprefix("bytes=").rstrip("-")) > 1_000_000 for each in ranges)
-        models = {model["id"]: model for model in ask(client, "/api/models")["models"]}
-        assert models[REPO]["removable"]
-        assert models[REPO]["disk_bytes"] > STALL_AT
-        loaded = {model["id"]: model for model in ask(client, "/api/models/load", {"id": REPO})["models"]}
-        assert loaded[REPO]["loaded"]
-        # Removing unloads it.
-        left = ask(client, "/api/models/remove", {"id": REPO})["models"]
-        assert [model["id"] for model in left] == ["shell-helper"]
-        assert not [path for path in hf.rglob("*") if path.suffix == ".onnx"]
 
 
 def test_a_cancelled_download_leaves_nothing_and_one_of_no_model_says_so(tmp_path: Path, hub: HubServer) -> None:
