@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from itertools import product
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import pytest
@@ -114,23 +115,17 @@ def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:
     context.on("weberror", lambda error: window.errors.append(str(error.error)))
 
 
-_LOOKS: Final[Sequence[tuple[Literal["light", "dark"], int]]] = [
-    ("light", 1280),
-    ("dark", 1280),
-    ("light", 390),
-    ("dark", 390),
-]
-"""Colour schemes and widths in which the pages are checked."""
-_OF_COLOURS: Final = ["color-contrast", "link-in-text-block"]
-"""Rules of axe-core that look at colours; all others find the same in both schemes."""
+_COLOURS: Final = ["color-contrast", "link-in-text-block"]
+"""Rules of axe-core that a colour scheme can break; schemes differ in nothing else."""
 
 
 def look(page: Page, name: str) -> None:
-    """Check a view by axe-core in every look; keep pictures of it where EDGERUN_PICTURES names a folder."""
+    """Check a view by axe-core in two widths and colour schemes; EDGERUN_PICTURES may name a folder for pictures."""
     size = page.viewport_size or {"width": 1280, "height": 800}
-    for scheme, width in _LOOKS:
-        page.emulate_media(color_scheme=scheme)
+    page.evaluate(Axe().axe_script)
+    for width, scheme in product((1280, 390), ("light", "dark")):
         page.set_viewport_size({"width": width, "height": 844})
+        page.emulate_media(color_scheme=scheme)
         # Colours that are still changing would be measured in between. Animations of elements that are replaced
         # meanwhile never finish, and are rejected.
         page.evaluate(
@@ -138,8 +133,8 @@ def look(page: Page, name: str) -> None:
                 .filter((animation) => animation.effect.getComputedTiming().iterations < Infinity)
                 .map((animation) => animation.finished))"""
         )
-        rules = {"runOnly": _OF_COLOURS} if scheme == "dark" else {}
-        violations = Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
+        options = {"resultTypes": ["violations"]} | ({"runOnly": _COLOURS} if scheme == "dark" else {})
+        violations = page.evaluate("(options) => axe.run(options)", options)["violations"]
         found = [each for each in violations if each["impact"] in {"serious", "critical"}]
         faults = [f"{fault['id']} {node['html'][:150]}" for fault in found for node in fault["nodes"]]
         assert faults == [], (scheme, width)
