@@ -21,7 +21,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.skipped_layers import without
 from edgerun.models.manifest import GraphLayout
-from support.layout_reference import Decoder, layout_weights
+from support.layout_reference import Decoder
 from support.layouts import LAYOUTS, write_layout
 from support.tiny_models import write_bundle, write_checkpoint, write_json
 
@@ -218,10 +218,9 @@ def test_graphs_of_other_tools_that_give_hidden_states(
     pooling(folder, pooling_mode_mean_tokens=mean, pooling_mode_lasttoken=not mean)
     with edgerun.load(folder, threads=1, cache=False, context=200) as engine:
         token_ids = engine.tokenizer.encode(TEXTS[2], add_special_tokens=True)
-        weights = layout_weights(layout)
-        logits = Decoder(weights, layout.kv_heads, layout.window, int8_cache=False).forward(token_ids)
-        head = weights["model.embed_tokens.weight"].astype(np.float64)
-        states = np.linalg.lstsq(head, logits.T, rcond=None)[0].T
+        decoder = Decoder.of(layout)
+        head = decoder.weights["model.embed_tokens.weight"]
+        states = np.linalg.lstsq(head, decoder.forward(token_ids).T, rcond=None)[0].T
         expected = unit(states.mean(axis=0) if mean else states[-1])
         np.testing.assert_allclose(engine.embed([TEXTS[2]])[0], expected, atol=2e-5)
 

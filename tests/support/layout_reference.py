@@ -5,13 +5,14 @@ Unlike the exporter's reference decoder, it supports sliding windows and int8 ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from edgerun.export.check.reference_operations import softmax
 from support.layout_kinds import HEAD_DIM, HEADS, LAYERS, VOCABULARY, CacheType, Layout, States
 from support.layout_states import Mixer
 from support.tiny_models import tiny_config, tiny_weights
@@ -26,70 +27,69 @@ def layout_weights(layout: Layout, seed: int = 0) -> dict[str, npt.NDArray[np.fl
     return tiny_weights(tiny_config("llama", **layout.overrides), seed)
 
 
+class _Computed(NamedTuple):
+    """What of a layout and its weights changes the logits."""
+
+    kv_heads: int
+    window: int | None
+    int8_cache: bool
+    states: States
+    seed: int
+
+
+def _computed(layout: Layout, seed: int) -> _Computed:
+    return _Computed(layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
+
+
 def greedy_tokens(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
     """The `count` greedy tokens after `prompt`."""
-    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
-    return list(_greedy(*key, tuple(prompt), count)[0])
-
-
-def smallest_margin(layout: Layout, prompt: Sequence[int], count: int, seed: int = 0) -> float:
-    """The smallest difference between the two highest logits: rounding errors below half of it change no token."""
-    key = (layout.kv_heads, layout.window, layout.cache_type is CacheType.INT8, layout.states, seed)
-    return _greedy(*key, tuple(prompt), count)[1]
+    return _greedy(_computed(layout, seed), tuple(prompt), count)[0]
 
 
 def clear_prompt(layout: Layout, length: int, count: int, margin: float, salt: int = 0) -> list[int]:
-    """Random tokens after which none of `count` greedy choices is close."""
+    """Random tokens after which none of `count` greedy choices is close: rounding errors change no token."""
     for seed in range(200):
         prompt: list[int] = np.random.default_rng((length, salt, seed)).integers(5, VOCABULARY, length).tolist()
-        if smallest_margin(layout, prompt, count) > margin:
+        # Most prompts with a close choice have one among the first tokens.
+        if all(_greedy(_computed(layout, 0), tuple(prompt), most)[1] > margin for most in (count // 4, count)):
             return prompt
     raise AssertionError("every prompt has a close choice")
 
 
 @cache
-def _greedy(
-    kv_heads: int,
-    window: int | None,
-    int8_cache: bool,
-    states: States,
-    seed: int,
-    prompt: tuple[int, ...],
-    count: int,
-) -> tuple[tuple[int, ...], float]:
-    weights = tiny_weights(tiny_config("llama", num_key_value_heads=kv_heads), seed)
-    decoder = Decoder(weights, kv_heads, window, int8_cache=int8_cache, states=states)
-    logits = decoder.forward(prompt)[-1]
+def _greedy(computed: _Computed, prompt: tuple[int, ...], count: int) -> tuple[list[int], float]:
+    """The greedy tokens, and the smallest difference between the two highest logits."""
+    decoder = Decoder(computed)
     tokens: list[int] = []
-    margin = np.inf
-    while True:
+    margins = []
+    while len(tokens) < count:
+        logits = decoder.forward(tokens[-1:] or prompt)[-1]
         second, first = np.partition(logits, -2)[-2:]
-        margin = min(margin, first - second)
+        margins.append(float(first - second))
         tokens.append(int(logits.argmax()))
-        if len(tokens) == count:
-            return tuple(tokens), float(margin)
-        logits = decoder.forward(tokens[-1:])[-1]
+    return tokens, min(margins, default=np.inf)
+
+
+@cache
+def _weights(kv_heads: int, seed: int) -> dict[str, Array]:
+    tensors = tiny_weights(tiny_config("llama", num_key_value_heads=kv_heads), seed)
+    return {name: value.astype(np.float64) for name, value in tensors.items()}
 
 
 class Decoder:
     """A llama decoder with a growing cache, whose first layer may keep another state instead."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Array],
-        kv_heads: int,
-        window: int | None,
-        *,
-        int8_cache: bool,
-        states: States = States.NONE,
-    ) -> None:
-        self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
-        self.kv_heads = kv_heads
-        self.window = window
-        self.int8_cache = int8_cache
-        self.cache: list[list[Array]] = [[np.zeros((0, kv_heads, HEAD_DIM))] * 2 for _ in range(LAYERS)]
+    def __init__(self, computed: _Computed) -> None:
+        self.weights = _weights(computed.kv_heads, computed.seed)
+        self.computed = computed
+        self.cache: list[list[Array]] = [[np.zeros((0, computed.kv_heads, HEAD_DIM))] * 2 for _ in range(LAYERS)]
         self.length = 0
-        self.mixers = {} if states is States.NONE else {0: Mixer(states)}
+        self.mixers = {} if computed.states is States.NONE else {0: Mixer(computed.states)}
+
+    @classmethod
+    def of(cls, layout: Layout) -> Decoder:
+        """The decoder of a layout's model."""
+        return cls(_computed(layout, 0))
 
     def forward(self, tokens: Sequence[int]) -> Array:
         """Logits [n, vocabulary] of `tokens`, which follow those of earlier calls."""
@@ -114,21 +114,21 @@ class Decoder:
             return self.mixers[layer].forward(normed, *projected) @ self.weights[f"{name}.o_proj.weight"].T
         query, key, value = (each.reshape(length, -1, HEAD_DIM) for each in projected)
         query, key = _rotate(query, positions), _rotate(key, positions)
-        if self.int8_cache:
+        if self.computed.int8_cache:
             key, value = (np.clip(np.rint(x / INT8_SCALE), -128, 127) * INT8_SCALE for x in (key, value))
         keys, values = (np.concatenate([old, new]) for old, new in zip(self.cache[layer], (key, value), strict=True))
         self.cache[layer] = [keys, values]
         distance = positions[:, None] - np.arange(len(keys))
         masked = distance < 0
-        if self.window is not None and layer % 2 == 1:
-            masked |= distance >= self.window
-        heads = []
-        for head in range(HEADS):
-            group = head * self.kv_heads // HEADS
-            scores = np.where(masked, -np.inf, query[:, head] @ keys[:, group].T / np.sqrt(HEAD_DIM))
-            exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            heads.append(exponentials / exponentials.sum(axis=-1, keepdims=True) @ values[:, group])
-        return np.concatenate(heads, axis=-1) @ self.weights[f"{name}.o_proj.weight"].T
+        if self.computed.window is not None and layer % 2 == 1:
+            masked |= distance >= self.computed.window
+        # As [heads, tokens, channels], with keys and values repeated for the heads that share them.
+        keys, values = (
+            np.repeat(each, HEADS // self.computed.kv_heads, axis=1).swapaxes(0, 1) for each in (keys, values)
+        )
+        scores = query.swapaxes(0, 1) @ keys.swapaxes(1, 2) / np.sqrt(HEAD_DIM)
+        heads = softmax(np.where(masked, -np.inf, scores)) @ values
+        return heads.swapaxes(0, 1).reshape(length, -1) @ self.weights[f"{name}.o_proj.weight"].T
 
 
 def _norm(value: Array, weight: Array) -> Array:

@@ -27,8 +27,8 @@ from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Weights
-from support.layout_reference import greedy_tokens, smallest_margin
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, LogitOutput, Weights
+from support.layout_reference import clear_prompt, greedy_tokens
 from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle
@@ -67,19 +67,10 @@ def upgrade(folder: Path) -> Path:
     return upgrade_model(folder, folder.parent / "upgraded", ExportRecipe(FP32)).bundle
 
 
-def unambiguous_prompt(layout: Layout) -> list[int]:
-    """A random prompt after which every greedy token has a clear margin."""
-    for seed in range(200):
-        prompt: list[int] = np.random.default_rng(seed).integers(5, VOCABULARY, 12).tolist()
-        if smallest_margin(layout, prompt, MAX_TOKENS) > MIN_MARGIN:
-            return prompt
-    raise AssertionError("every prompt has a near tie")
-
-
 @pytest.mark.parametrize("name", some_nightly(DECODED, every=2))
 def test_upgraded_model_decodes_the_same_tokens_with_and_without_trees(name: str, tmp_path: Path) -> None:
     layout = DECODED[name]
-    prompt = unambiguous_prompt(layout)
+    prompt = clear_prompt(layout, 12, MAX_TOKENS, MIN_MARGIN)
     with edgerun.load(upgrade(write_layout(tmp_path / "m", layout)), threads=1, cache=False) as llm:
         assert llm.graph_io.supports_trees
         llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)

@@ -30,7 +30,7 @@ from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layout_kinds import CONTEXT, VOCABULARY, Weights
-from support.layout_reference import Decoder, layout_weights
+from support.layout_reference import Decoder
 from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
 
 EVERY = {**LAYOUTS, **HYBRID_LAYOUTS}
@@ -62,9 +62,7 @@ def load(folder: Path) -> GraphSession:
 
 def logits_after(name: str, token_ids: list[int]) -> np.ndarray:
     """Logits of the reference after each token, `[n, vocabulary]`."""
-    layout = EVERY[name]
-    decoder = Decoder(layout_weights(layout), layout.kv_heads, layout.window, int8_cache=False, states=layout.states)
-    return decoder.forward(token_ids)
+    return Decoder.of(EVERY[name]).forward(token_ids)
 
 
 actions = st.lists(

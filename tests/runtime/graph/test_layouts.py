@@ -187,7 +187,7 @@ def test_tree_logits_equal_those_of_the_paths(name: str, graph_of) -> None:
     logits = bound.forward(nodes, positions=positions, tree_mask=mask)
 
     def expected_logits(tokens: list[int]) -> np.ndarray:
-        return Decoder(layout_weights(layout), layout.kv_heads, None, int8_cache=False).forward(tokens)[-1]
+        return Decoder.of(layout).forward(tokens)[-1]
 
     for node, path in enumerate(paths):
         np.testing.assert_allclose(logits[node], expected_logits([*prompt, *(nodes[i] for i in path)]), atol=1e-4)
@@ -321,7 +321,7 @@ def test_the_layout_reference_equals_the_reference_decoder() -> None:
 
     tokens = np.random.default_rng(8).integers(0, VOCABULARY, 50)
     expected = reference_logits(WeightsInMemory(), tiny_config("llama", **layout.overrides), tokens, CONTEXT)
-    decoder = Decoder(layout_weights(layout), 2, None, int8_cache=False)
+    decoder = Decoder.of(layout)
     found = np.concatenate([decoder.forward(tokens[:20].tolist()), decoder.forward(tokens[20:].tolist())])
     np.testing.assert_allclose(found, expected, atol=1e-9)
     assert CacheType.INT8 in {each.cache_type for each in LAYOUTS.values()}
