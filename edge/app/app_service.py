@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import EdgeError
-from ..conversations.records import Change, ChangeKind, MessageState, as_object
+from ..conversations.records import Change, ChangeKind, MessageState
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
 from .app_access import OPEN_PATH, AppAccess, session_refusal
@@ -85,14 +85,14 @@ class AppService:
         try:
             match change.kind:
                 case ChangeKind.CONVERSATION if change.conversation_id is not None:
-                    events.publish("conversation", conversation=as_object(store.conversation(change.conversation_id)))
+                    events.publish("conversation", conversation=store.conversation(change.conversation_id))
                 case ChangeKind.CONVERSATION_DELETED:
                     events.publish("conversation_deleted", id=change.conversation_id)
                 case ChangeKind.MESSAGE if change.message_id is not None:
                     message = store.message(change.message_id)
                     live = self.generations.live(message.id)
                     if live is None or message.state is not MessageState.WRITING:
-                        events.publish("message", message=as_object(message))
+                        events.publish("message", message=message)
                     else:  # its text is newer than the store's
                         with live.snapshot(message) as (shown, _):
                             events.publish("message", message=shown)

@@ -20,11 +20,9 @@ from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import (
     MAX_ATTACHMENTS,
     Attachment,
-    Conversation,
     MessageState,
     Role,
     StoredMessage,
-    as_object,
 )
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
@@ -130,12 +128,12 @@ class _ConversationEndpoints:
     def list(self, query: Mapping[str, str]) -> dict[str, Any]:
         deleted = query.get("deleted", "0") not in {"0", "false", ""}
         return {
-            "conversations": [as_object(each) for each in self._store.conversations(deleted)],
+            "conversations": self._store.conversations(deleted),
             "writing": sorted({each.conversation for each in self._generations.all()}),
         }
 
     def create(self, body: ConversationFields) -> dict[str, Any]:
-        return _object(self._store.create(**body.given()))
+        return {"conversation": self._store.create(**body.given())}
 
     def read(self, conversation_id: str) -> dict[str, Any]:
         conversation = self._store.conversation(conversation_id)
@@ -148,12 +146,12 @@ class _ConversationEndpoints:
                     messages.append(shown)
                     writing.append(progress)
             else:
-                messages.append(as_object(message))
+                messages.append(message)
         branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
         stats = [message.stats for message in branch if message.stats is not None]
         # The messages that were left out of the prompt of the last answer that is shown.
         trimmed = stats[-1].get("trimmed", []) if stats else []
-        return {**_object(conversation), "messages": messages, "writing": writing, "trimmed": trimmed}
+        return {"conversation": conversation, "messages": messages, "writing": writing, "trimmed": trimmed}
 
     def change(self, conversation_id: str, body: ConversationChange) -> dict[str, Any]:
         fields = body.given()
@@ -162,7 +160,7 @@ class _ConversationEndpoints:
             self._store.change(conversation_id, **fields)
         if body.leaf is not UNSET:
             self._store.select_leaf(conversation_id, body.leaf)
-        return _object(self._store.conversation(conversation_id))
+        return {"conversation": self._store.conversation(conversation_id)}
 
     def delete(self, conversation_id: str) -> dict[str, Any]:
         self._store.delete(conversation_id)
@@ -171,7 +169,7 @@ class _ConversationEndpoints:
         return {}
 
     def restore(self, conversation_id: str) -> dict[str, Any]:
-        return _object(self._store.restore(conversation_id))
+        return {"conversation": self._store.restore(conversation_id)}
 
     def context(self, conversation_id: str, content: str = "", attachments: Attachments = ()) -> dict[str, Any]:
         """Tokens that the conversation takes with a message that is being written."""
@@ -208,7 +206,7 @@ class _ConversationEndpoints:
         return any(status.loaded and status.id == model for status in self._context.pool.status())
 
     def search(self, query: Mapping[str, str]) -> dict[str, Any]:
-        return {"hits": [as_object(hit) for hit in self._store.search(query.get("q", ""))]}
+        return {"hits": self._store.search(query.get("q", ""))}
 
     def export(self, conversation_id: str, query: Mapping[str, str]) -> Response:
         conversation = self._store.conversation(conversation_id)
@@ -231,7 +229,7 @@ class _ConversationEndpoints:
             found = self._store.import_json(content)
         else:
             found = [self._store.import_markdown(content, name)]
-        return {"conversations": [as_object(each) for each in found]}
+        return {"conversations": found}
 
     def send(
         self, conversation_id: str, content: str, parent: str | None = None, attachments: Attachments = ()
@@ -240,13 +238,13 @@ class _ConversationEndpoints:
             raise invalid("content", "the message is empty", "write something")
         self._generations.check_room()
         message = self._store.add_message(conversation_id, parent, "user", content, attachments=attachments)
-        return {"message": as_object(message), "answer": as_object(self._generations.begin(message)[0])}
+        return {"message": message, "answer": self._generations.begin(message)[0]}
 
     def edit(self, message_id: str, content: str, branch: bool = False) -> dict[str, Any]:
         """Replace the text of a message, or make it the text of another message beside it."""
         message = self._ended(message_id)
         if not branch:
-            return {"message": as_object(self._store.rewrite(message.id, content))}
+            return {"message": self._store.rewrite(message.id, content)}
         if message.role is Role.USER:
             self._generations.check_room()
         beside = self._store.add_message(
@@ -259,8 +257,8 @@ class _ConversationEndpoints:
             rounds=message.rounds,
         )
         if message.role is Role.ASSISTANT:
-            return {"message": as_object(beside)}
-        return {"message": as_object(beside), "answer": as_object(self._generations.begin(beside)[0])}
+            return {"message": beside}
+        return {"message": beside, "answer": self._generations.begin(beside)[0]}
 
     def regenerate(
         self, message_id: str, count: Annotated[int, Meta(ge=1, le=_MAX_VARIANTS)] = 1, model: str | None = None
@@ -269,12 +267,12 @@ class _ConversationEndpoints:
         message = self._store.message(message_id)
         question = message if message.role is Role.USER else self._question(message)
         chosen = None if model is None else self._context.pool.offered.find(model).id
-        answers = [as_object(answer) for answer in self._generations.begin(question, chosen, count=count)]
+        answers = self._generations.begin(question, chosen, count=count)
         return {"answer": answers[0], "answers": answers}
 
     def resume(self, message_id: str) -> dict[str, Any]:
         message = self._ended(message_id)
-        return {"answer": as_object(self._generations.resume(message, self._question(message)))}
+        return {"answer": self._generations.resume(message, self._question(message))}
 
     def branch(
         self, message_id: str, index: Annotated[int, Meta(ge=0)], alternative: Annotated[int, Meta(ge=0)]
@@ -291,7 +289,7 @@ class _ConversationEndpoints:
         kept = [*tokens[:index], chosen_object(tokens[index], alternative)]
         text = "".join(token["text"] for token in kept if not token.get("special"))
         (answer,) = self._generations.begin(question, message.model, text, kept, message.rounds)
-        return {"answer": as_object(answer)}
+        return {"answer": answer}
 
     def stop(self, message_id: str) -> dict[str, Any]:
         if (generation := self._generations.live(self._store.message(message_id).id)) is not None:
@@ -315,7 +313,7 @@ class _ConversationEndpoints:
         return {}
 
     def restore_message(self, message_id: str) -> dict[str, Any]:
-        return {"message": as_object(self._store.restore_message(message_id))}
+        return {"message": self._store.restore_message(message_id)}
 
     def tokens(self, message_id: str) -> dict[str, Any]:
         return {"tokens": self._store.tokens(message_id)}
@@ -341,10 +339,6 @@ class _ConversationEndpoints:
         if message.role is not Role.ASSISTANT or question is None or question.role is not Role.USER:
             raise RequestError("the message is not an answer to a message", "choose an answer")
         return question
-
-
-def _object(conversation: Conversation) -> dict[str, Any]:
-    return {"conversation": as_object(conversation)}
 
 
 def _file(name: str, text: str, kind: str) -> Response:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final
 
-from ..conversations.records import CallRound, MessageState, StoredMessage, as_object
+from ..conversations.records import CallRound, MessageState, StoredMessage
 from ..server.http_messages import RefusedError
 from .app_context import AppContext
 from .generation_run import GenerationRun
@@ -129,7 +129,7 @@ class Generations:
             store.write_answer(message.id, message.content, None)
             rounds = tuple(each.undecided() for each in message.rounds)
             resumed = replace(store.message(message.id), model=model, rounds=rounds)
-            self._context.events.publish("message", message=as_object(resumed))
+            self._context.events.publish("message", message=resumed)
             self._start([resumed], question, tokens, message.model)
         return resumed
 

@@ -15,7 +15,7 @@ from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
 from ...runtime.tools.calls import ToolCallDelta
 from ..conversations.answering import MessageWriter
-from ..conversations.records import CallRound, MessageState, ReasoningText, StoredMessage, as_object
+from ..conversations.records import CallRound, MessageState, ReasoningText, StoredMessage
 from ..conversations.store import ConversationStore
 from .event_channel import EventChannel
 
@@ -135,7 +135,7 @@ class MessageGeneration:
             # The disk is full, for example: the windows have the text, and are told that it is not kept.
             message = replace(self.message, content=self.writer.content, rounds=self.writer.rounds)
             message = replace(message, state=MessageState.FAILED, error=str(problem))
-            self._events.publish("message", message=as_object(message))
+            self._events.publish("message", message=message)
 
     def progress(self, stage: str, fraction: float | None) -> None:
         """Tell the windows what the message waits for; a `Progress`, and None where nobody knows how far it is."""
@@ -147,7 +147,7 @@ class MessageGeneration:
             self._events.publish("progress", conversation=self.conversation, message=self.id, **self._stage)
 
     @contextmanager
-    def snapshot(self, message: StoredMessage) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def snapshot(self, message: StoredMessage) -> Iterator[tuple[StoredMessage, dict[str, Any]]]:
         """The message as the windows know it, and how far that is; no further piece is published in the block."""
         with self._lock:
             progress = {"message": self.id, "sequence": self._sequence, "rate": self._rate(), **self._stage}
@@ -184,8 +184,8 @@ class MessageGeneration:
             fields = {"conversation": self.conversation, "message": self.id, "sequence": self._sequence}
             self._events.publish("delta", **fields, text=text, rate=self._rate())
 
-    def _as_known(self, message: StoredMessage) -> dict[str, Any]:
-        return as_object(replace(message, content=self.writer.content[: self._published], rounds=self.writer.rounds))
+    def _as_known(self, message: StoredMessage) -> StoredMessage:
+        return replace(message, content=self.writer.content[: self._published], rounds=self.writer.rounds)
 
     def _rate(self) -> dict[str, Any]:
         first = self._first_token

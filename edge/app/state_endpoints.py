@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import psutil
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ...errors import InputError
 from ...runtime.devices.processor import usable_cores
 from ...version import __version__
-from ..conversations.records import Preset, as_object
+from ..conversations.records import Preset
 from ..conversations.store import KEPT_DAYS
 from .api_endpoint import ApiRoute
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
@@ -26,31 +26,16 @@ from .tools.tool_settings import read_configuration
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
     """The routes of the state and the settings."""
-    endpoints = _StateEndpoints(context, models)
-    table = (
-        ("GET", "/api/state", endpoints.state),
-        ("GET", "/api/usage", lambda: {"usage": context.store.usage()}),
-        ("PATCH", "/api/settings", endpoints.change),
-        ("PUT", "/api/presets/{preset:path}", endpoints.save_preset),
-        ("DELETE", "/api/presets/{preset:path}", endpoints.delete_preset),
-    )
-    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
+    store = context.store
 
-
-class _StateEndpoints:
-    def __init__(self, context: AppContext, models: ModelServices) -> None:
-        self._context: Final = context
-        self._models: Final = models
-        self._store: Final = context.store
-
-    def state(self) -> dict[str, Any]:
+    def state() -> dict[str, Any]:
         return {
             "version": __version__,
-            "settings": read_settings(self._store),
-            "presets": [as_object(preset) for preset in self._store.presets()],
-            "folders": self._store.folders(),
-            "models": self._models.catalog.objects(),
-            "default_model": self._context.default_model(),
+            "settings": read_settings(store),
+            "presets": store.presets(),
+            "folders": store.folders(),
+            "models": models.catalog.objects(),
+            "default_model": context.default_model(),
             "kept_days": KEPT_DAYS,
             "machine": {
                 "system": platform.system(),
@@ -59,25 +44,31 @@ class _StateEndpoints:
             },
         }
 
-    def change(self, body: SettingsBody) -> dict[str, Any]:
+    def change(body: SettingsBody) -> dict[str, Any]:
         for name, value in msgspec.structs.asdict(body).items():
             if value is not UNSET:
-                self._store.set_setting(SETTING_PREFIX + name, value)
-        return {"settings": read_settings(self._store)}
+                store.set_setting(SETTING_PREFIX + name, value)
+        return {"settings": read_settings(store)}
 
     def save_preset(
-        self,
-        preset: str,
-        system: str = "",
-        sampling: Mapping[str, Any] = MappingProxyType({}),
+        preset: str, system: str = "", sampling: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
         saved = Preset(preset, system, checked_sampling(sampling))
-        self._store.save_preset(saved)
-        return {"preset": as_object(saved)}
+        store.save_preset(saved)
+        return {"preset": saved}
 
-    def delete_preset(self, preset: str) -> dict[str, Any]:
-        self._store.delete_preset(preset)
+    def delete_preset(preset: str) -> dict[str, Any]:
+        store.delete_preset(preset)
         return {}
+
+    table = (
+        ("GET", "/api/state", state),
+        ("GET", "/api/usage", lambda: {"usage": store.usage()}),
+        ("PATCH", "/api/settings", change),
+        ("PUT", "/api/presets/{preset:path}", save_preset),
+        ("DELETE", "/api/presets/{preset:path}", delete_preset),
+    )
+    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
 
 
 def tool_routes(context: AppContext) -> list[Route]:

@@ -265,11 +265,6 @@ class Change:
     message_id: str | None = None
 
 
-def as_object(record: Conversation | StoredMessage | Preset | SearchHit) -> dict[str, Any]:
-    """Return a record as a JSON object."""
-    return dict(msgspec.to_builtins(record))
-
-
 def message_text(message: StoredMessage) -> str:
     """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content."""
     parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments]

@@ -41,7 +41,6 @@ from .records import (
     Role,
     StoredMessage,
     Text,
-    as_object,
     fenced,
     message_text,
     new_id,
@@ -134,7 +133,7 @@ def as_json_file(store: MessageTable, ids: Sequence[str]) -> str:
 
     def exported(record: Conversation | StoredMessage, *left_out: str) -> dict[str, Any]:
         """A record without ids that say nothing elsewhere, and without what is empty."""
-        fields = as_object(record).items()
+        fields = msgspec.to_builtins(record).items()
         return {name: value for name, value in fields if name not in left_out and value not in (None, (), {})}
 
     conversations = [

@@ -100,7 +100,7 @@ def encode_json(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
         # A file name that is not valid Unicode is written with escapes.
-        return json.dumps(value).encode()
+        return json.dumps(msgspec.to_builtins(value)).encode()
 
 
 class JsonResponse(Response):

@@ -14,7 +14,6 @@ from edgerun.edge.conversations.records import (
     Attachment,
     MessageState,
     Preset,
-    as_object,
     message_text,
     title_of,
 )
@@ -62,7 +61,6 @@ def test_a_conversation_is_there_after_opening_again(tmp_path: Path) -> None:
         assert finished.stats == {"tokens": 3}
         assert finished.has_tokens
         assert store.tokens(answer.id) == [{"id": 1}, {"id": 2}]
-        assert as_object(question)["attachments"] == ({"name": "a.py", "text": "print(1)\n"},)
         assert message_text(question) == "a.py\n```\nprint(1)\n```\n\nWhat is this?"
         rewritten = store.rewrite(answer.id, "b")
         assert (rewritten.content, rewritten.has_tokens, store.tokens(answer.id)) == ("b", False, [])

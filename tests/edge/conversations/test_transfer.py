@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from edgerun.edge.conversations.records import (
     MessageState,
     Role,
     StoredMessage,
-    as_object,
 )
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.conversations.transfer import as_markdown, read_markdown
@@ -30,12 +30,12 @@ def shape(store: ConversationStore, conversation: Conversation) -> tuple[Any, ..
     """Everything about a conversation but its ids, which are replaced by the numbers of messages."""
     messages = store.messages(conversation.id)
     numbers = {message.id: number for number, message in enumerate(messages)}
-    fields = as_object(conversation)
+    fields = msgspec.to_builtins(conversation)
     fields |= {"id": None, "leaf": numbers.get(conversation.leaf or "")}
     objects = []
     for message in messages:
         own = {"id": None, "conversation": None, "parent": numbers.get(message.parent or "")}
-        objects.append(as_object(message) | own)
+        objects.append(msgspec.to_builtins(message) | own)
     return fields, objects
 
 
