@@ -20,23 +20,8 @@ from ...runtime.scheduling.request_run import Cancellation
 from ..service.generation_fields import generate_options
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
+from . import protocol
 from .connection import Call, Handler
-from .protocol import (
-    CancelResult,
-    Done,
-    PromptResult,
-    RestoreParams,
-    SaveParams,
-    SaveResult,
-    SessionIdParams,
-    SessionInfo,
-    SessionMessage,
-    SessionParams,
-    SessionPromptParams,
-    SessionUpdate,
-    Timing,
-    Usage,
-)
 from .rpc_errors import ProtocolCode
 
 MAX_SESSIONS: Final = 32
@@ -73,14 +58,14 @@ class SessionMethods:
             "session/close": self._close,
         }
 
-    def _new(self, call: Call, params: SessionParams) -> SessionInfo:
+    def _new(self, call: Call, params: protocol.SessionParams) -> protocol.SessionInfo:
         return self._open(call, params.model, lambda engine: engine.session(system=params.system))
 
-    def _restore(self, call: Call, params: RestoreParams) -> SessionInfo:
+    def _restore(self, call: Call, params: protocol.RestoreParams) -> protocol.SessionInfo:
         path = _file(params.path)
         return self._open(call, params.model, lambda engine: engine.session(resume=path))
 
-    def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> SessionInfo:
+    def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> protocol.SessionInfo:
         model = self._pool.offered.find(name).id
         with self._lock:
             if len(self._sessions) >= MAX_SESSIONS:
@@ -99,10 +84,10 @@ class SessionMethods:
         except BaseException:
             del self._sessions[id_]
             raise
-        messages = [SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
-        return SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
+        messages = [protocol.SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
+        return protocol.SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
-    def _prompt(self, call: Call, params: SessionPromptParams) -> PromptResult:
+    def _prompt(self, call: Call, params: protocol.SessionPromptParams) -> protocol.PromptResult:
         options = generate_options(params, {"max_tokens": params.max_tokens})
         session = self._find(params.session_id)
         with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
@@ -112,7 +97,7 @@ class SessionMethods:
                 for chunk in stream:
                     chunks.append(chunk)
                     if chunk.text or chunk.reasoning:
-                        update = SessionUpdate(
+                        update = protocol.SessionUpdate(
                             session_id=params.session_id,
                             request_id=call.id,
                             text=chunk.text,
@@ -122,16 +107,16 @@ class SessionMethods:
             call.cancellation.check()
         reply = Reply.of(chunks)
         stats = reply.stats
-        return PromptResult(
+        return protocol.PromptResult(
             text=reply.text,
             finish_reason=reply.finish_reason.value,
-            usage=Usage(
+            usage=protocol.Usage(
                 prompt_tokens=stats.prompt_tokens,
                 completion_tokens=stats.completion_tokens,
                 total_tokens=stats.prompt_tokens + stats.completion_tokens,
                 cached_tokens=stats.reused_tokens,
             ),
-            timing=Timing(
+            timing=protocol.Timing(
                 first_token_s=stats.first_token_s,
                 total_s=stats.total_s,
                 tokens_per_second=stats.decode_tokens_per_second,
@@ -139,24 +124,24 @@ class SessionMethods:
             reasoning=reply.reasoning or UNSET,
         )
 
-    def _cancel(self, _call: Call, params: SessionIdParams) -> CancelResult:
-        return CancelResult(cancelled=self._find(params.session_id).cancel())
+    def _cancel(self, _call: Call, params: protocol.SessionIdParams) -> protocol.CancelResult:
+        return protocol.CancelResult(cancelled=self._find(params.session_id).cancel())
 
-    def _save(self, _call: Call, params: SaveParams) -> SaveResult:
+    def _save(self, _call: Call, params: protocol.SaveParams) -> protocol.SaveResult:
         path = _file(params.path)
         session = self._find(params.session_id)
         if not path.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(path.parent))
         with session.used():
             session.session.save(path)
-            return SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)
+            return protocol.SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)
 
-    def _close(self, _call: Call, params: SessionIdParams) -> Done:
+    def _close(self, _call: Call, params: protocol.SessionIdParams) -> protocol.Done:
         session = self._find(params.session_id)
         with self._lock:
             self._sessions.pop(params.session_id, None)
         session.close()
-        return Done()
+        return protocol.Done()
 
     def _find(self, id_: str) -> _OpenSession:
         session = self._sessions.get(id_)

@@ -21,34 +21,9 @@ from ..service.generation_fields import GenerationRequest, check_token_ids
 from ..service.model_pool import ModelPool, ModelState
 from ..service.openai_objects import ChatCompletionObjects
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest
+from . import protocol
 from .connection import MAX_REQUESTS, Call, Connection, Handler
 from .line_transport import MAX_UNREAD_BYTES, STDIN, LineWriter, binary, read_lines, take_over_stdout
-from .protocol import (
-    METHODS,
-    NOTIFICATIONS,
-    PROTOCOL_VERSION,
-    Capabilities,
-    DetokenizeResult,
-    DeviceInfo,
-    Done,
-    GenerateUpdate,
-    InitializeParams,
-    InitializeResult,
-    Limits,
-    Memory,
-    ModelInfo,
-    ModelList,
-    ModelParams,
-    NoParams,
-    PowerState,
-    PullParams,
-    PullResult,
-    Requests,
-    ServerInfo,
-    Status,
-    TokenizeResult,
-    UnloadResult,
-)
 from .session_methods import MAX_SESSIONS, SessionMethods
 
 _LAST_LINES_S: Final = 5.0
@@ -77,16 +52,16 @@ class ModelMethods:
             "detokenize": self._detokenize,
         }
 
-    def _list(self, _call: Call, _params: NoParams) -> ModelList:
+    def _list(self, _call: Call, _params: protocol.NoParams) -> protocol.ModelList:
         loaded = {status.id for status in self._pool.status() if status.loaded}
-        return ModelList(
+        return protocol.ModelList(
             models=[
-                ModelInfo(id=entry.id, loaded=entry.id in loaded, owner=entry.owner, created=entry.created)
+                protocol.ModelInfo(id=entry.id, loaded=entry.id in loaded, owner=entry.owner, created=entry.created)
                 for entry in self._pool.offered.entries()
             ]
         )
 
-    def _pull(self, call: Call, params: PullParams) -> PullResult:
+    def _pull(self, call: Call, params: protocol.PullParams) -> protocol.PullResult:
         id_ = parse_hub_id(params.id)
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -107,13 +82,15 @@ class ModelMethods:
         with call.cancellation.calling(done.cancel):
             found = done.result()
         offered = any(found.id in (entry.id, *entry.aliases) for entry in self._pool.offered.entries())
-        return PullResult(id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered)
+        return protocol.PullResult(
+            id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered
+        )
 
-    def _load(self, call: Call, params: ModelParams) -> ModelState:
+    def _load(self, call: Call, params: protocol.ModelParams) -> ModelState:
         return self._pool.load(params.model, call.progress, cancellation=call.cancellation)
 
-    def _unload(self, _call: Call, params: ModelParams) -> UnloadResult:
-        return UnloadResult(unloaded=self._pool.unload(params.model))
+    def _unload(self, _call: Call, params: protocol.ModelParams) -> protocol.UnloadResult:
+        return protocol.UnloadResult(unloaded=self._pool.unload(params.model))
 
     def _generate(self, call: Call, request: GenerationRequest) -> Mapping[str, Any]:
         model = self._pool.offered.find(request.model).id
@@ -125,21 +102,21 @@ class ModelMethods:
                 for chunk in stream:
                     chunks.append(chunk)
                     for object_ in objects.chunk(chunk) if request.stream else ():
-                        call.notify("generate/update", GenerateUpdate(request_id=call.id, chunk=object_))
+                        call.notify("generate/update", protocol.GenerateUpdate(request_id=call.id, chunk=object_))
             call.cancellation.check()
         return objects.whole(Reply.of(chunks))
 
-    def _tokenize(self, call: Call, request: TokenizeRequest) -> TokenizeResult:
+    def _tokenize(self, call: Call, request: TokenizeRequest) -> protocol.TokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
             shown = engine.tokenizer.token_bytes.shown
             pieces = list(map(shown, tokens)) if request.with_pieces else UNSET
-            return TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
+            return protocol.TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
 
-    def _detokenize(self, call: Call, request: DetokenizeBody) -> DetokenizeResult:
+    def _detokenize(self, call: Call, request: DetokenizeBody) -> protocol.DetokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             check_token_ids(engine, request.tokens, "tokens")
-            return DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
+            return protocol.DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
 
 
 def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) -> None:
@@ -152,12 +129,14 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
         debug: whether to write tracebacks of unexpected errors to standard error.
     """
 
-    def initialize(_call: Call, _params: InitializeParams) -> InitializeResult:
-        return InitializeResult(
-            protocol_version=PROTOCOL_VERSION,
-            server_info=ServerInfo(name="edge-run", version=__version__),
-            capabilities=Capabilities(methods=list(METHODS), notifications=list(NOTIFICATIONS)),
-            limits=Limits(
+    def initialize(_call: Call, _params: protocol.InitializeParams) -> protocol.InitializeResult:
+        return protocol.InitializeResult(
+            protocol_version=protocol.PROTOCOL_VERSION,
+            server_info=protocol.ServerInfo(name="edge-run", version=__version__),
+            capabilities=protocol.Capabilities(
+                methods=list(protocol.METHODS), notifications=list(protocol.NOTIFICATIONS)
+            ),
+            limits=protocol.Limits(
                 max_line_bytes=max_line_bytes,
                 max_requests=MAX_REQUESTS,
                 max_sessions=MAX_SESSIONS,
@@ -165,19 +144,19 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
             ),
         )
 
-    def status(_call: Call, _params: NoParams) -> Status:
+    def status(_call: Call, _params: protocol.NoParams) -> protocol.Status:
         memory = psutil.virtual_memory()
-        return Status(
+        return protocol.Status(
             models=list(pool.status()),
-            requests=Requests(running=connection.running, sessions=len(sessions)),
-            memory=Memory(
+            requests=protocol.Requests(running=connection.running, sessions=len(sessions)),
+            memory=protocol.Memory(
                 process=psutil.Process().memory_info().rss,
                 available=memory.available,
                 total=memory.total,
                 max_models=pool.max_bytes,
             ),
             devices=[
-                DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
+                protocol.DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
                 for device in available_devices()
             ],
             power=_power_state(power),
@@ -187,20 +166,20 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
     sessions = SessionMethods(pool)
     handlers = {**ModelMethods(pool).handlers(), **sessions.handlers()}
     writer = LineWriter(take_over_stdout(), lambda: connection.end())  # noqa: PLW0108  the connection is made after it
-    handlers |= {"initialize": initialize, "status": status, "shutdown": lambda _call, _params: Done()}
+    handlers |= {"initialize": initialize, "status": status, "shutdown": lambda _call, _params: protocol.Done()}
     connection = Connection(writer, handlers, debug=debug)
     connection.serve(read_lines(STDIN, max_line_bytes))
     pool.close()
     writer.close(_LAST_LINES_S)
 
 
-def _power_state(power: Power) -> PowerState:
+def _power_state(power: Power) -> protocol.PowerState:
     """What the operating system says of the battery, and what follows from it."""
     try:
         battery = psutil.sensors_battery()
     except (AttributeError, OSError, RuntimeError, ValueError):  # a system without sensors, a sandbox
         battery = None
-    return PowerState(
+    return protocol.PowerState(
         on_battery=None if battery is None or battery.power_plugged is None else not battery.power_plugged,
         battery_percent=None if battery is None else float(battery.percent),
         mode=choose_power(power).value,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.edge.app.api_endpoint import ApiRoute
+from edgerun.edge.app.app_service import state_routes
 from edgerun.edge.app.conversation_endpoints import conversation_routes
-from edgerun.edge.app.state_endpoints import state_routes
 from support.app_server import RunningApp, new_conversation, send
 from support.nightly import examples
 from support.random_bodies import NAMES, NUMBERS, TEXTS, bodies
