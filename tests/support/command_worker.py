@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Final
 
 import pytest
 
+from edgerun.edge.cli.main import main
 from edgerun.models.progress import LINE_PREFIX
 
 needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="limits of time and memory as on Linux")
@@ -24,7 +27,8 @@ MAX_SECONDS: Final = 20.0
 MAX_BYTES: Final = 2 << 30
 _START_SECONDS: Final = 120.0
 _CASES_PER_PROCESS: Final = 150
-_CHILD: Final = Path(__file__).with_name("command_worker_child.py")
+_SERVE: Final = "import sys; from support.command_worker import serve; serve(*map(int, sys.argv[1:]))"
+_STREAMS = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class CommandWorker:
         self._folder = folder
         self._environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "EDGERUN_CACHE": str(folder / "cache"),
             "HF_HOME": str(folder / "hugging-face"),
             "HF_ENDPOINT": "http://127.0.0.1:9",
@@ -115,7 +120,7 @@ class CommandWorker:
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, str(_CHILD), str(requests), str(replies), str(MAX_BYTES)],
+            [sys.executable, "-c", _SERVE, str(requests), str(replies), str(MAX_BYTES)],
             cwd=self._folder,
             env=self._environment,
             pass_fds=(requests, replies),
@@ -170,3 +175,35 @@ class CommandWorker:
 
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _run(arguments: list[str], files: list[str]) -> int:
+    """Run one command with the files as standard input, output and error; what it raises goes to the last."""
+    for descriptor, (file, flags) in enumerate(zip(files, _STREAMS, strict=True)):
+        opened = os.open(file, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+    try:
+        return main(arguments)
+    except BaseException:  # noqa: BLE001  the parent decides what it means
+        traceback.print_exc()
+        return 99
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def serve(requests: int, replies: int, max_bytes: int) -> None:
+    """Run the commands that come as lines of JSON, and reply with exit code and peak memory."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with os.fdopen(requests, encoding="utf-8") as lines, os.fdopen(replies, "w", encoding="utf-8") as answers:
+        print("{}", file=answers, flush=True)  # the imports are done
+        for line in lines:
+            request = json.loads(line)
+            code = _run(request["arguments"], request["files"])
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            print(json.dumps({"code": code, "bytes": pages * resource.getpagesize()}), file=answers, flush=True)

@@ -25,9 +25,9 @@ from support.layout_kinds import (
     Mask,
     Positions,
 )
-from support.layout_nodes import Nodes
 from support.layout_reference import INT8_SCALE
 from support.layout_states import state_layers, state_values, write_mixer
+from support.small_graphs import Nodes
 
 _CACHE_TYPES: Final = {
     CacheType.FLOAT32: TensorProto.FLOAT,

@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from support.layout_kinds import HEAD_DIM, HEADS, CacheType, Layout, States
-from support.layout_nodes import Nodes
+from support.small_graphs import Nodes
 
 Array = npt.NDArray[Any]
 KERNEL: Final = 3

@@ -1,9 +1,15 @@
-"""Random chat templates that try to take much time or memory, from a seed."""
+"""Random chat templates that try to take much time or memory, from a seed, and a process that renders them."""
 
 from __future__ import annotations
 
+import json
 import random
+import sys
+import time
 from collections.abc import Sequence
+
+from edgerun import TemplateError
+from edgerun.runtime.text.chat_template import ChatTemplate
 
 _START = [
     "'ab'",
@@ -99,6 +105,13 @@ _HEADER = (
 )
 _MUTATIONS = [*" +~|[]()'*:", "{%", "%}", "{{", "}}", "9" * 5000, "1e999", "not", "ns"]
 
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello <|end|> & welcome"},
+    {"role": "assistant", "content": "<think>Hm.</think>Hi"},
+    {"role": "user", "content": "Again\nand again"},
+]
+
 
 def random_template(seed: int, real: Sequence[str]) -> str:
     """Make a template: one in four is a damaged real one, the others combine operations that grow values."""
@@ -171,3 +184,22 @@ def _damaged(rng: random.Random, source: str) -> str:
             piece = ""
         source = source[:start] + piece + source[end:]
     return source
+
+
+def render_lines() -> None:
+    """Render each line, a template as JSON; answer by a problem or null, seconds of the processor and peak memory."""
+    import resource
+
+    for line in sys.stdin:
+        started = time.process_time()
+        problem = None
+        try:
+            ChatTemplate(json.loads(line)).render(MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}])
+        except TemplateError as error:
+            if "\n" in str(error) or len(str(error)) > 500:
+                problem = f"not one short line: {error!s:.1000}"
+        except BaseException as error:  # noqa: BLE001  any other exception is what the test looks for
+            problem = f"{type(error).__name__}: {error!s:.1000}"
+        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = usage if sys.platform == "darwin" else usage * 1024
+        print(json.dumps([problem, time.process_time() - started, peak]), flush=True)

@@ -21,8 +21,7 @@ from edgerun.export.upgrade.float_linears import Matrix, quantize_linears, round
 from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place, to_file
 from edgerun.export.upgrade.quantized_linears import absorb_biases, join_linears
 from edgerun.models.manifest import WeightFormat
-from support.layout_nodes import Nodes
-from support.small_graphs import evaluate, model_of
+from support.small_graphs import Nodes, evaluate, model_of
 
 Floats = npt.NDArray[np.float32]
 VOCABULARY, WIDTH, INNER = 70, 48, 40

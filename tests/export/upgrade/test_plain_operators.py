@@ -15,8 +15,7 @@ from edgerun.export.upgrade.attention_fusion import pack_heads
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place
 from edgerun.export.upgrade.plain_operators import fold_shapes, fuse_gelu, fuse_norms
-from support.layout_nodes import Nodes
-from support.small_graphs import evaluate
+from support.small_graphs import Nodes, evaluate
 
 WIDTH = 16
 Build = Callable[[Nodes, str], str]

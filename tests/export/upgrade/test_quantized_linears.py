@@ -24,8 +24,7 @@ from edgerun.export.upgrade.quantized_linears import (
     share_reshaped_constants,
 )
 from edgerun.models.manifest import WeightFormat
-from support.layout_nodes import Nodes
-from support.small_graphs import Array, evaluate, model_of
+from support.small_graphs import Array, Nodes, evaluate, model_of
 
 Floats = npt.NDArray[np.float32]
 K, BLOCK = 64, 32
