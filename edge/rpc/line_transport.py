@@ -61,8 +61,9 @@ def read_lines(descriptor: int, max_bytes: int) -> Iterator[bytes | None]:
         for part in ended:
             yield None if skipping or len(line) + len(part) > max_bytes else bytes(line + part)
             line, skipping = bytearray(), False
-        skipping = skipping or len(line) + len(rest) > max_bytes
-        line = bytearray() if skipping else line + rest
+        line += rest
+        if skipping or len(line) > max_bytes:
+            line, skipping = bytearray(), True
     if skipping or line:
         yield None if skipping else bytes(line)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from http.cookies import SimpleCookie
@@ -16,7 +14,6 @@ import pytest
 
 from edgerun.edge.app.app_access import TOKEN_LIFE_S, AppAccess
 from support.app_server import RunningApp, running_app
-from support.processes import EDGE_RUN
 
 
 @pytest.fixture
@@ -32,17 +29,6 @@ def new_token(app: RunningApp) -> str:
     key = json.loads((app.home / "app.json").read_text(encoding="utf-8"))["owner_key"]
     with app.client() as client:
         return str(client.post("/open", json={}, headers={"authorization": f"Bearer {key}"}).json()["token"])
-
-
-def second_start(app: RunningApp, *options: str) -> subprocess.CompletedProcess[str]:
-    """What `edge-run app` does while the app runs."""
-    return subprocess.run(
-        [*EDGE_RUN, "app", "--no-browser", *options],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-        env={**os.environ, "EDGERUN_HOME": str(app.home)},
-    )
 
 
 def test_a_browser_without_a_session_is_told_how_to_get_in(app: RunningApp) -> None:
@@ -148,24 +134,6 @@ def test_the_headers_of_the_page(inside: httpx.Client) -> None:
     assert unchanged.status_code == 304
     for path in ("/page/../page_files.py", "/page/%2e%2e/page_files.py", "/page/nothing.js"):
         assert inside.get(path).status_code == 404
-
-
-def test_the_second_start_finds_the_first(app: RunningApp) -> None:
-    done = second_start(app)
-    assert done.returncode == 0
-    assert re.fullmatch(
-        rf"edge-run: the app runs already\nedge-run: open http://127\.0\.0\.1:{app.port}/open\?token=\S+\n", done.stderr
-    )
-    assert second_start(app, "another-model").stderr.startswith(
-        "edge-run: the app runs already, with the models that it was started with; end it first to give it others\n"
-    )
-    # Only the owner reads the secrets; Windows has no permission bits.
-    assert os.name == "nt" or not any((app.home / name).stat().st_mode & 0o077 for name in ("app.json", "app.key"))
-    with app.client() as client:
-        for key in ("", "Bearer wrong"):
-            response = client.post("/open", json={}, headers={"authorization": key})
-            assert response.status_code == 401
-            assert "token" not in response.json()
 
 
 def test_a_session_outlasts_a_restart_on_the_same_port(tmp_path: Path, tiny_bundle: Path) -> None:

@@ -60,6 +60,25 @@ def test_a_port_in_use_is_skipped_or_refused(
             pytest.skip("the ports above are in use")
 
 
+def test_the_second_start_finds_the_first(app: RunningApp) -> None:
+    command = [*EDGE_RUN, "app", "--no-browser"]
+    done = ran(command, app.home)
+    assert done.returncode == 0
+    assert re.fullmatch(
+        rf"edge-run: the app runs already\nedge-run: open http://127\.0\.0\.1:{app.port}/open\?token=\S+\n", done.stderr
+    )
+    assert ran([*command, "another-model"], app.home).stderr.startswith(
+        "edge-run: the app runs already, with the models that it was started with; end it first to give it others\n"
+    )
+    # Only the owner reads the secrets; Windows has no permission bits.
+    assert os.name == "nt" or not any((app.home / name).stat().st_mode & 0o077 for name in ("app.json", "app.key"))
+    with app.client() as client:
+        for key in ("", "Bearer wrong"):
+            response = client.post("/open", json={}, headers={"authorization": key})
+            assert response.status_code == 401
+            assert "token" not in response.json()
+
+
 @pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
 def test_ctrl_c_ends_the_app_with_open_windows(tmp_path: Path, endless_bundle: Path) -> None:
     with running_app(tmp_path, endless_bundle, "--draft", "none") as app, app.entered() as client:

@@ -6,8 +6,8 @@ import json
 import socket
 import time
 from contextlib import ExitStack
+from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,24 +69,11 @@ def test_a_request_that_waits_ends_when_its_client_goes_away(endless_server: Ser
     wait_until(lambda: endless_server.load() == (0, 0), "all answers have ended")
 
 
-def events_of(response: bytes) -> list[Any]:
-    """The objects of a streamed response that was read to its end."""
-    text = b"".join(dechunked(response.partition(b"\r\n\r\n")[2])).decode()
-    assert text.endswith("data: [DONE]\n\n")
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-
-
-def dechunked(body: bytes) -> list[bytes]:
-    pieces = []
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        pieces.append(rest[: int(size, 16)])
-        body = rest[int(size, 16) + 2 :]
-    return pieces
-
-
-def text_of(events: list[Any]) -> str:
-    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+def streamed(connection: socket.socket) -> str:
+    """The body of a response that comes in chunks, read to its end."""
+    with HTTPResponse(connection) as response:
+        response.begin()
+        return response.read().decode()
 
 
 def test_a_slow_reader_delays_nobody_and_gets_the_whole_text(endless_server: Served, endless_bundle: Path) -> None:
@@ -103,7 +90,10 @@ def test_a_slow_reader_delays_nobody_and_gets_the_whole_text(endless_server: Ser
         # The answer is finished although its client has read nothing of it.
         wait_until(lambda: endless_server.metric("answers_total") == answered + 1, "the answer is finished")
         assert endless_server.load() == (0, 0)
-        assert text_of(events_of(read_all(slow))) == expected
+        text = streamed(slow)
+    assert text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(each["delta"].get("content") or "" for event in events for each in event["choices"]) == expected
 
 
 def test_a_client_that_never_reads_is_disconnected(tiny_bundle: Path) -> None:
@@ -153,7 +143,7 @@ def test_an_answer_that_takes_too_long_ends(endless_bundle: Path) -> None:
         wait_until(lambda: server.request("POST", CHAT, chat_body(max_tokens=1)).status == 200, "the model is loaded")
         with server.connected() as connection:
             connection.sendall(raw_request(CHAT, {**ENDLESS, "stream": True}, {"Connection": "close"}))
-            response = b"".join(dechunked(read_all(connection).partition(b"\r\n\r\n")[2])).decode()
+            response = streamed(connection)
         # An error in the middle of a stream is an event, and nothing claims that the answer is whole.
         last = response.rstrip().rpartition("\n\n")[2]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"

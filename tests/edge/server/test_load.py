@@ -19,23 +19,6 @@ from support.waiting import wait_until
 BUSY = {"temperature": 0, "max_tokens": 24}
 
 
-def ask(server: Served, text: str) -> str:
-    reply = server.post(CHAT, chat_body(text, **BUSY))
-    return str(reply["choices"][0]["message"]["content"])
-
-
-def leave(server: Served, rng: random.Random, *, streams: bool) -> None:
-    """Begin a request and go away after a while, at any point of it."""
-    with server.connected() as connection:
-        request = raw_request(CHAT, chat_body(f"go on {rng.random()}", max_tokens=2000, stream=streams))
-        cut = rng.choice([len(request), len(request), rng.randrange(len(request))])
-        connection.sendall(request[:cut])
-        time.sleep(rng.random() * 0.05)
-        if rng.random() < 0.5:
-            # The connection is reset instead of closed.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-
-
 class Crowd:
     """Clients of all kinds, for a while."""
 
@@ -77,7 +60,16 @@ class Crowd:
         assert response.startswith(b"HTTP/1.1 429") or b"data: [DONE]" in response
 
     def _leave(self, rng: random.Random) -> None:
-        leave(self.server, rng, streams=rng.random() < 0.5)
+        """Begin a request and go away after a while, at any point of it."""
+        with self.server.connected() as connection:
+            body = chat_body(f"go on {rng.random()}", max_tokens=2000, stream=rng.random() < 0.5)
+            request = raw_request(CHAT, body)
+            cut = rng.choice([len(request), len(request), rng.randrange(len(request))])
+            connection.sendall(request[:cut])
+            time.sleep(rng.random() * 0.05)
+            if rng.random() < 0.5:
+                # The connection is reset instead of closed.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
 
     def _send_too_much(self, rng: random.Random) -> None:
         with self.server.connected() as connection:
@@ -112,7 +104,8 @@ def test_a_crowd_of_clients(endless_bundle: Path, seconds: float) -> None:
         if seconds >= 60:
             assert after["memory"] < before["memory"] + (100 << 20)
         assert len(server.lines) == 2, server.lines
-        assert ask(server, texts[0]) == expected[texts[0]]
+        reply = server.post(CHAT, chat_body(texts[0], **BUSY))
+        assert reply["choices"][0]["message"]["content"] == expected[texts[0]]
 
 
 def run_crowd(crowd: Crowd) -> None:

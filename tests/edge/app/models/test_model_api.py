@@ -180,6 +180,14 @@ def job_of(client: httpx.Client, key: str) -> dict[str, Any]:
     return next(job for job in jobs if job["key"] == key)
 
 
+def job_that_is(client: httpx.Client, key: str, state: str) -> dict[str, Any]:
+    """The job, once it does not work any more; it has this state then."""
+    wait_until(lambda: job_of(client, key)["state"] not in {"queued", "measuring", "exporting"})
+    job = job_of(client, key)
+    assert job["state"] == state, job["error"]
+    return job
+
+
 def left_over(home: Path, cache: Path) -> list[Path]:
     """Folders of exports that are not whole."""
     models = home / "models"
@@ -194,20 +202,14 @@ def test_an_export_follows_the_plan_that_is_chosen(
     body = {"source": str(checkpoint), "name": "Tiny mixed", "calibration_tokens": TOKENS}
     key = ask(client, "/api/exports", body)["job"]["key"]
     assert "there is a model with the name" in refused(client, "/api/exports", body)
-    wait_until(lambda: job_of(client, key)["state"] not in {"queued", "measuring"})
-    job = job_of(client, key)
-    assert job["state"] == "choosing", job["error"]
-    plans = job["plans"]
+    plans = job_that_is(client, key, "choosing")["plans"]
     assert len(plans) >= 3
     # A frontier: every larger plan is closer to the original.
     assert [plan["bytes_read"] for plan in plans] == sorted(plan["bytes_read"] for plan in plans)
     assert [plan["kl"] for plan in plans] == sorted((plan["kl"] for plan in plans), reverse=True)
     assert refused(client, f"/api/exports/{key}/choose", {"plan": 99}).startswith("plan is 99")
     ask(client, f"/api/exports/{key}/choose", {"plan": 1})
-    wait_until(lambda: job_of(client, key)["state"] not in {"queued", "exporting"})
-    job = job_of(client, key)
-    assert job["state"] == "done", job["error"]
-    assert job["result"]["kl"] > plans[-1]["kl"]
+    assert job_that_is(client, key, "done")["result"]["kl"] > plans[-1]["kl"]
     assert left_over(home, cache) == []
     manifest = open_bundle(home / "models" / "Tiny mixed").manifest
     assert manifest is not None
@@ -225,7 +227,7 @@ def test_a_cancelled_export_leaves_nothing(client: httpx.Client, checkpoint: Pat
     key = ask(client, "/api/exports", body)["job"]["key"]
     wait_until(lambda: left_over(home, cache))
     ask(client, f"/api/exports/{key}/cancel", {})
-    wait_until(lambda: job_of(client, key)["state"] == "cancelled")
+    job_that_is(client, key, "cancelled")
     assert left_over(home, cache) == []
     assert not (home / "models" / "cancelled").exists()
     ask(client, f"/api/exports/{key}/cancel", {})
@@ -234,9 +236,7 @@ def test_a_cancelled_export_leaves_nothing(client: httpx.Client, checkpoint: Pat
 
 def test_an_export_of_one_format_has_one_step(client: httpx.Client, checkpoint: Path, home: Path) -> None:
     key = ask(client, "/api/exports", {"source": str(checkpoint), "bits": 8})["job"]["key"]
-    wait_until(lambda: job_of(client, key)["state"] in {"done", "failed"})
-    job = job_of(client, key)
-    assert job["state"] == "done", job["error"]
+    job = job_that_is(client, key, "done")
     assert job["name"] == "tiny-chat"
     assert job["result"]["bits_per_weight_in_file"] == 9.0
     assert (home / "models" / "tiny-chat" / "model.onnx").is_file()
@@ -251,8 +251,7 @@ def test_exports_that_cannot_be_made_are_errors_of_one_line(client: httpx.Client
     ):
         assert refused(client, "/api/exports", body).startswith(message)
     key = ask(client, "/api/exports", {"source": str(tmp_path / "missing")})["job"]["key"]
-    wait_until(lambda: job_of(client, key)["state"] == "failed")
-    assert job_of(client, key)["error"].startswith(f"{tmp_path / 'missing'} does not exist")
+    assert job_that_is(client, key, "failed")["error"].startswith(f"{tmp_path / 'missing'} does not exist")
 
 
 def test_a_plain_install_is_told_which_extra_an_export_needs(checkpoint: Path) -> None:
