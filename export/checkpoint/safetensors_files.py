@@ -172,21 +172,18 @@ class Checkpoint(ModelSource):
     def _stack(self, name: str) -> ExpertStack | None:
         """Return the experts of a layer if the tensor stacks them, else None."""
         if self.has(f"{name}{_MXFP4_SUFFIX}"):
-            return self._mxfp4(name)
+            blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
+            valid = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
+            if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
+                raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", _DOWNLOAD_AGAIN)
+            experts, rows, row_blocks, _ = blocks.shape
+            return mxfp4_stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
         tensor = self._find(name)
         # A tensor of stacked experts is named like a module, a convolution's kernels like a weight.
         if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in _ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
         return float_stack(experts, rows, columns, partial(tensor.items, name))
-
-    def _mxfp4(self, name: str) -> ExpertStack:
-        blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
-        valid = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
-        if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
-            raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", _DOWNLOAD_AGAIN)
-        experts, rows, row_blocks, _ = blocks.shape
-        return mxfp4_stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
 
     def _stored_name(self, name: str) -> str:
         for standard, stored in self._prefixes:
@@ -233,29 +230,24 @@ def _prefixes(names: Collection[str]) -> tuple[str, str]:
 def _weight_files(folder: Path, single_file: str) -> list[Path]:
     if (folder / single_file).is_file():
         return [folder / single_file]
-    if (folder / INDEX_FILE).is_file():
-        return _shards(folder / INDEX_FILE)
+    if (index := folder / INDEX_FILE).is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map", _DOWNLOAD_AGAIN)
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if PureWindowsPath(name).name != name:  # Windows paths split at the separators of every system
+                raise CheckpointError(f"{index} names a file outside the checkpoint: {shown(name)}", _DOWNLOAD_AGAIN)
+        for name in names:
+            if not os.path.isfile(folder / name):  # Path.is_file raises for names that are too long
+                raise CheckpointError(f"shard {name} is missing from {folder}", _DOWNLOAD_AGAIN)
+        return [folder / name for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise CheckpointError(
             f"{folder} only contains pickled weights, which can run code when opened",
             "save the checkpoint as safetensors (save_pretrained with safe_serialization=True)",
         )
     raise CheckpointError(f"{folder} does not contain {single_file}", "give the folder of a Hugging Face checkpoint")
-
-
-def _shards(index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map", _DOWNLOAD_AGAIN)
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if PureWindowsPath(name).name != name:  # Windows paths split at the separators of every system
-            raise CheckpointError(f"{index} names a file outside the checkpoint: {shown(name)}", _DOWNLOAD_AGAIN)
-    files = [index.parent / name for name in names]
-    for file in files:
-        if not os.path.isfile(file):  # Path.is_file raises for names that are too long
-            raise CheckpointError(f"shard {file.name} is missing from {index.parent}", _DOWNLOAD_AGAIN)
-    return files
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:

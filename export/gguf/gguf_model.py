@@ -171,25 +171,18 @@ class GgufModel(ModelSource):
 
     def _raw_rows(self, rows: RowRange) -> UInt8Array:
         """Stored bytes of some rows, uint8 [rows, row bytes], in the row order of Hugging Face."""
-        heads = self._interleaved_heads(rows.name)
-        if heads is None:
+        counts = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+        count = next((setting for part, setting in counts.items() if part in rows.name), None)
+        if self._family != "llama" or count is None:
             return self._stored_rows(rows)
         # Within a head, Hugging Face stores the first channels of all pairs and then the second ones, llama.cpp stores
         # pair after pair. So whole heads are read and their rows are reordered.
-        dim = self._find(rows.name).shape[0] // heads
+        dim = self._find(rows.name).shape[0] // int(self._settings[count])
         first, last = rows.start // dim, -(-rows.stop // dim)
         stored = self._stored_rows(RowRange(rows.name, first * dim, last * dim))
         paired = stored.reshape(last - first, dim // 2, 2, -1).swapaxes(1, 2).reshape(len(stored), -1)
         ordered: UInt8Array = paired[rows.start - first * dim : rows.stop - first * dim]
         return ordered
-
-    def _interleaved_heads(self, name: str) -> int | None:
-        """Number of heads of a projection whose rows llama.cpp has reordered; None for all other tensors."""
-        if self._family != "llama":
-            return None
-        if ".q_proj." in name:
-            return int(self._settings["num_attention_heads"])
-        return int(self._settings["num_key_value_heads"]) if ".k_proj." in name else None
 
     def _stored_rows(self, rows: RowRange) -> UInt8Array:
         tensor = self._find(rows.name)

@@ -52,17 +52,18 @@ class PreTokenizer:
 
 BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
-_LLAMA3_SPLIT: Final = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
-_DIGIT_SPLIT: Final = PreTokenizer((r"\p{N}", _GPT2))
-_GPT2_SPLIT: Final = PreTokenizer((_GPT2,))
-
 PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3_SPLIT),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3"), PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "megrez"), PreTokenizer((_QWEN2,), nfc=True)),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), PreTokenizer((_QWEN2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r"), _DIGIT_SPLIT),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), _GPT2_SPLIT),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r"),
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), PreTokenizer((_GPT2,))),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -17,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 
 from ...errors import ExportError
@@ -109,21 +110,36 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     nodes = [*_length_nodes(graph), *_with_all_logits(graph, config)]
     windows = {inputs_outputs.past_cache(layer)[0]: each.window for layer, each in enumerate(config.attention)}
     for node in nodes:
-        if node.op_type == "GroupQueryAttention":
-            _use_operator_defaults(node, windows[node.input[3]])
-    outputs = _outputs(config)
+        if node.op_type == "GroupQueryAttention":  # without positions and bias, and with the operator's own window
+            window = windows[node.input[3]]
+            node.input[9:11] = [""] * len(node.input[9:11])
+            while not node.input[-1]:
+                node.input.pop()
+            if window is not None:
+                node.attribute.append(helper.make_attribute("local_window_size", window))
+    declare, caches = helper.make_tensor_value_info, partial(inputs_outputs.caches, config, batch="batch_size")
+    outputs = [
+        declare(inputs_outputs.LOGITS, TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size]),
+        *caches(inputs_outputs.present_cache, "total_sequence_length"),
+    ]
     nodes = needed_nodes(nodes, [value.name for value in outputs])
     used = {name for node in nodes for name in node.input}
     if left := sorted(used & {"attention_bias", "logit_rows"}):
         raise ExportError(
             f"GenAI does not provide {', '.join(left)}, which this graph needs", "export it with --layout edge"
         )
+    axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
+    if "position_ids" in used:  # by a node other than attention
+        axes["position_ids"] = "sequence_length"
     graph.CopyFrom(
         GraphProto(
             name=graph.name,
             node=nodes,
             initializer=[tensor for tensor in graph.initializer if tensor.name in used],
-            input=_inputs(config, positions="position_ids" in used),
+            input=[
+                *(declare(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()),
+                *caches(inputs_outputs.past_cache, "past_sequence_length"),
+            ],
             output=outputs,
         )
     )
@@ -144,15 +160,6 @@ def _length_nodes(graph: GraphProto) -> list[NodeProto]:
         helper.make_node("Gather", ["mask.shape", axis], ["mask.width"], name="mask.width", axis=0),
         helper.make_node("Cast", ["mask.width"], [total], name=total, to=TensorProto.INT32),
     ]
-
-
-def _use_operator_defaults(node: NodeProto, window: int | None) -> None:
-    """Remove positions and bias, and set the operator's own window."""
-    node.input[9:11] = [""] * len(node.input[9:11])
-    while not node.input[-1]:
-        node.input.pop()
-    if window is not None:
-        node.attribute.append(helper.make_attribute("local_window_size", window))
 
 
 def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:
@@ -188,27 +195,6 @@ def _batched_gemm(graph: GraphProto, node: NodeProto, config: DecoderConfig) -> 
         helper.make_node("Shape", ["input_ids"], [lead], name=lead),
         helper.make_node("Concat", [lead, "batches.width"], [shape], name=shape, axis=0),
         helper.make_node("Reshape", [product, shape], [output], name="batches.joined"),
-    ]
-
-
-def _inputs(config: DecoderConfig, *, positions: bool) -> list[ValueInfoProto]:
-    """Return GenAI's inputs; `positions` tells whether a node other than attention reads the positions."""
-    axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
-    if positions:
-        axes["position_ids"] = "sequence_length"
-    declared = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch_size", axes[name]]) for name in axes]
-    return [
-        *declared,
-        *inputs_outputs.caches(config, inputs_outputs.past_cache, "past_sequence_length", batch="batch_size"),
-    ]
-
-
-def _outputs(config: DecoderConfig) -> list[ValueInfoProto]:
-    shape: list[str | int] = ["batch_size", "sequence_length", config.vocab_size]
-    logits = helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, shape)
-    return [
-        logits,
-        *inputs_outputs.caches(config, inputs_outputs.present_cache, "total_sequence_length", batch="batch_size"),
     ]
 
 

@@ -65,11 +65,9 @@ class Initializers:
 
     def constant(self, name: str, value: npt.NDArray[np.generic]) -> str:
         """Add an array."""
-        if value.nbytes < INLINE_BELOW:
-            self.protos.append(numpy_helper.from_array(value, name))
-            return name
-        self._begin(name, value.dtype, value.shape)
-        self._data.append(value)
+        if value.nbytes >= INLINE_BELOW:
+            return self._store(name, value)
+        self.protos.append(numpy_helper.from_array(value, name))
         return name
 
     def vector(self, name: str, sources: Sequence[str], plus: float = 0.0) -> str:
@@ -94,10 +92,8 @@ class Initializers:
 
     def float32_transposed(self, linear: FusedLinear) -> str:
         """Add the transposed matrix [K, N] of a linear in float32; the whole matrix is in memory meanwhile."""
-        name = f"{linear.name}.weight"
-        self._begin(name, np.dtype(np.float32), linear.shape[::-1], linear)
         matrix = np.concatenate([self._checkpoint.read(source) for source in linear.weights])
-        self._data.append(matrix.T)
+        name = self._store(f"{linear.name}.weight", matrix.T, linear)
         self._report_weights(matrix.size)
         return name
 
@@ -143,7 +139,11 @@ class Initializers:
             packed = self._add(linear, "zero_points", quantized.zero_points) if head else ""
         if head:
             kind = HALF_SCALES if weight_format.half_scales else "scales"
-            flat = self._as_float32(self._reshaped(f"{linear.name}.{kind}", f"{head}.{kind}", blocks))
+            alias = TensorProto()  # with the same bytes
+            alias.CopyFrom(next(proto for proto in self.protos if proto.name == f"{linear.name}.{kind}"))
+            alias.name, alias.dims[:] = f"{head}.{kind}", blocks
+            self.protos.append(alias)
+            flat = self._as_float32(alias.name)
         return StoredMatrix(codes, scales, zero_points), StoredMatrix(codes, flat, packed)
 
     def quantized_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, str, str, str]:
@@ -177,10 +177,7 @@ class Initializers:
 
     def _add(self, linear: FusedLinear, kind: str, value: Float32Array | npt.NDArray[np.float16] | UInt8Array) -> str:
         """Add an array that belongs to a linear."""
-        name = f"{linear.name}.{kind}"
-        self._begin(name, value.dtype, value.shape, linear)
-        self._data.append(value)
-        return name
+        return self._store(f"{linear.name}.{kind}", value, linear)
 
     def _add_scales(self, linear: FusedLinear, scales: Float32Array, weight_format: WeightFormat) -> str:
         """Add the scales of a linear, in float16 if the format says so; returns the name of the float32 scales."""
@@ -233,15 +230,10 @@ class Initializers:
             modules = linear.weights[start : start + alternating]
             yield from zip(*(self._checkpoint.row_ranges(name) for name in modules), strict=True)
 
-    def _reshaped(self, name: str, alias: str, shape: Sequence[int]) -> str:
-        """Add the initializer `alias`, which shares the bytes of `name` but has another shape."""
-        proto = TensorProto()
-        proto.CopyFrom(next(proto for proto in self.protos if proto.name == name))
-        proto.name = alias
-        del proto.dims[:]
-        proto.dims.extend(shape)
-        self.protos.append(proto)
-        return alias
+    def _store(self, name: str, value: npt.NDArray[Any], linear: FusedLinear | None = None) -> str:
+        self._begin(name, value.dtype, value.shape, linear)
+        self._data.append(value)
+        return name
 
     def _begin(
         self, name: str, dtype: np.dtype[np.generic], shape: Sequence[int], linear: FusedLinear | None = None

@@ -61,14 +61,7 @@ class StaticNodes(Nodes):
         # RMSNormalization of opset 23 is the same operator, but OpenVINO does not take it.
         weight = self.weights.vector(norm.weight, [norm.weight], float(self.config.traits.norms_add_one))
         self._declare(output, [1, self.rows if rows is None else rows, norm.width])
-        return self.add(
-            "SimplifiedLayerNormalization",
-            [value, weight],
-            output,
-            axis=-1,
-            epsilon=self.config.norm_epsilon,
-            stash_type=TensorProto.FLOAT,
-        )
+        return self.norm_by(value, weight, output)
 
     def linear(self, linear: FusedLinear, value: str) -> str:
         """Append a linear of a layer, including its bias; returns the name of [1, W, rows]."""
