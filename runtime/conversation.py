@@ -279,13 +279,12 @@ def _require_model(about: Mapping[str, Any], path: Path, bundle: Bundle) -> None
     if about["model"] == bundle.fingerprint:
         return
     name, current = str(about["name"]), model_name(bundle.folder)
+    what, hint = f"the model {name:.100}, not {current}", f"load {name:.100}"
     if not name:
-        raise InputError(f"{path} was saved with another model than {current}", "load the one it was saved with")
-    if name == current:
-        raise InputError(
-            f"{path} was saved with other files of {current}, which has changed since", "start a new conversation"
-        )
-    raise InputError(f"{path} was saved with the model {name:.100}, not {current}", f"load {name:.100}")
+        what, hint = f"another model than {current}", "load the one it was saved with"
+    elif name == current:
+        what, hint = f"other files of {current}, which has changed since", "start a new conversation"
+    raise InputError(f"{path} was saved with {what}", hint)
 
 
 def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:

@@ -51,17 +51,14 @@ def overflow_of(wanted: str | None, default: str | None, *, raw: bool, exact: bo
         InputError: what the options say is not possible.
     """
     overflow = Overflow(wanted if wanted is not None else default or Overflow.ERROR)
-    problem = ""
-    if overflow is Overflow.TRIM and raw:
-        problem, hint = "a raw prompt has no turns to trim", "use the overflow window or error"
-    elif overflow is Overflow.WINDOW and exact:
-        problem, hint = (
-            "exact answers have no window, whose keys are rotated and not computed again",
-            "use trim or error",
-        )
-    if problem and wanted is not None:
-        raise InputError(problem, hint)
-    return Overflow.ERROR if problem else overflow
+    if not (raw if overflow is Overflow.TRIM else exact and overflow is Overflow.WINDOW):
+        return overflow
+    if wanted is None:
+        return Overflow.ERROR
+    if overflow is Overflow.TRIM:
+        raise InputError("a raw prompt has no turns to trim", "use the overflow window or error")
+    what = "exact answers have no window, whose keys are rotated and not computed again"
+    raise InputError(what, "use trim or error")
 
 
 def answer_reserve(context: int, max_tokens: int | None) -> int:
@@ -229,11 +226,9 @@ def context_limit(bundle: Bundle, capacity: int | None, wanted: int | None) -> i
         InputError: `wanted` is more than that, or nothing says what the model allows.
     """
     limits = [limit for limit in (bundle.context, capacity) if limit is not None]
-    allowed = min(limits, default=None)
-    if allowed is None:
-        if wanted is None:
-            raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
-        return wanted
-    if wanted is not None and wanted > allowed:
+    limits += () if wanted is None else (wanted,)
+    if not limits:
+        raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
+    if wanted is not None and wanted > (allowed := min(limits)):
         raise InputError(f"context is {wanted}", f"this model allows at most {allowed}")
-    return allowed if wanted is None else wanted
+    return min(limits)

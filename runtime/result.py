@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import zip_longest
@@ -158,9 +159,7 @@ class Stats:
             for name in dict.fromkeys((*self.by_source, *other.by_source))
         }
         depths = zip_longest(self.by_depth, other.by_depth, fillvalue=nothing)
-        readers = dict(self.prompt_readers)
-        for name, tokens in other.prompt_readers.items():
-            readers[name] = readers.get(name, 0) + tokens
+        readers = dict(Counter(self.prompt_readers) + Counter(other.prompt_readers))
         by_depth = tuple(mine + its for mine, its in depths)
         totals = self.logprob_totals.joined(other.logprob_totals)
         return Stats(**sums, by_source=sources, by_depth=by_depth, prompt_readers=readers, logprob_totals=totals)
@@ -244,18 +243,15 @@ class StatsRecorder:
         """Statistics of the answer, which ends now; with statistics of every round if `keep_rounds`."""
         ended = time.perf_counter()
         rounds = tuple(step.round for step in self._steps if step.target_s)
-        drafted, accepted = [0] * len(Source), [0] * len(Source)
-        drafted_at: list[int] = []
-        accepted_at: list[int] = []
-        for one in rounds:
-            if one is not None and one.width > 1:
-                _add(drafted, one.drafted)
-                _add(accepted, one.accepted)
-                _add(drafted_at, one.drafted_by_depth)
-                _add(accepted_at, (1,) * sum(one.accepted))
-        accepted_at += [0] * (len(drafted_at) - len(accepted_at))
+        kept = [one for one in rounds if one is not None]
+        wide = [one for one in kept if one.width > 1]
+        drafted, accepted = _sums(one.drafted for one in wide), _sums(one.accepted for one in wide)
+        by_depth = zip_longest(
+            _sums(one.drafted_by_depth for one in wide),
+            _sums((1,) * sum(one.accepted) for one in wide),
+            fillvalue=0,
+        )
         passes = [step.target_passes for step in self._steps]
-        ahead = [one.ahead for one in rounds if one is not None]
         return Stats(
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
@@ -271,17 +267,17 @@ class StatsRecorder:
             drafted=sum(drafted),
             accepted=sum(accepted),
             by_source={
-                SOURCE_NAMES[source]: DraftCounts(drafted[source], accepted[source])
-                for source in Source
-                if drafted[source]
+                SOURCE_NAMES[source]: DraftCounts(*counts)
+                for source, *counts in zip(Source, drafted, accepted, strict=False)
+                if counts[0]
             },
-            by_depth=tuple(DraftCounts(*counts) for counts in zip(drafted_at, accepted_at, strict=True)),
-            draft_s=sum(one.draft_s for one in rounds if one is not None),
-            hidden_s=sum(each.hidden_s for each in ahead),
-            passes_ahead=sum(each.passes for each in ahead),
-            passes_kept=sum(each.kept for each in ahead),
+            by_depth=tuple(DraftCounts(*counts) for counts in by_depth),
+            draft_s=sum(one.draft_s for one in kept),
+            hidden_s=sum(one.ahead.hidden_s for one in kept),
+            passes_ahead=sum(one.ahead.passes for one in kept),
+            passes_kept=sum(one.ahead.kept for one in kept),
             target_s=sum(step.target_s for step in self._steps),
-            host_s=sum(one.host_s for one in rounds if one is not None),
+            host_s=sum(one.host_s for one in kept),
             rounds=rounds if keep_rounds else (),
             context_shifts=self.shifts,
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
@@ -289,10 +285,9 @@ class StatsRecorder:
         )
 
 
-def _add(totals: list[int], counts: Sequence[int]) -> None:
-    totals += [0] * (len(counts) - len(totals))
-    for index, count in enumerate(counts):
-        totals[index] += count
+def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Add up sequences of any lengths, index by index."""
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 @dataclass(frozen=True)

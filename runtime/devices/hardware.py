@@ -44,15 +44,11 @@ class Hardware:
     def installs(self) -> tuple[str, ...]:
         """Commands that install a package which can use it, the most general first."""
         if self.kind is DeviceKind.GPU:
-            providers = ["WebGpu"]
-            if self.vendor == _NVIDIA:
-                providers.append("CUDA")
-            if sys.platform == "win32":
-                providers.append("Dml")
+            own = {"CUDA": self.vendor == _NVIDIA, "Dml": sys.platform == "win32"}
+            providers = ["WebGpu", *(name for name, fits in own.items() if fits)]
         else:
             providers = {_INTEL: ["OpenVINO"], "Qualcomm": ["QNN"]}.get(self.vendor, [])
-        packages = (package_of(provider) for provider in providers)
-        return tuple(package.install for package in packages if package is not None)
+        return tuple(package.install for package in map(package_of, providers) if package is not None)
 
 
 def seen_hardware() -> list[Hardware]:

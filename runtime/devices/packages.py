@@ -104,9 +104,9 @@ def missing_device(wanted: str, plugins: Sequence[Plugin], unusable: Sequence[st
             return f"{plugin.module} cannot be loaded: {plugin.error}" if plugin.error else package.without_device
         if package.provider + SUFFIX in unusable:
             return package.without_device
-    broken = next((plugin for plugin in plugins if plugin.error and not plugin.provider), None)
-    if broken is not None:
-        return f"{broken.module} cannot be loaded: {broken.error}"
+    for broken in plugins:
+        if broken.error and not broken.provider:
+            return f"{broken.module} cannot be loaded: {broken.error}"
     if len(candidates) > 1:
         return f"no installed package finds a {wanted.upper()} here; edge-run devices says which package to install"
     (package,) = candidates

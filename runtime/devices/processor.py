@@ -242,10 +242,9 @@ def choose_power(wanted: str) -> Power:
     Args:
         wanted: the mode that was asked for, or its name.
     """
-    power = Power(wanted)
-    if power is not Power.AUTO:
-        return power
-    return Power.SAVER if on_battery() else Power.PERFORMANCE
+    if (power := Power(wanted)) is Power.AUTO:
+        return Power.SAVER if on_battery() else Power.PERFORMANCE
+    return power
 
 
 def on_battery() -> bool:

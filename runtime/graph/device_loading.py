@@ -82,39 +82,30 @@ def load_on_device(
         package = package_of(device.provider)
         reason = "its libraries were not found" if package is None else package.without_device
         raise DeviceError(f"{device} is not usable here, ONNX Runtime would run on the CPU instead", reason)
-    assignments = _assignments(session)
-    if not assignments.by_provider.get(device.provider):
-        count = sum(assignments.by_provider.values())
-        raise DeviceError(f"{device} runs none of the {count} nodes of {where}", _RUN_ON_CPU)
-    return session, assignments
+    parts = session.get_provider_graph_assignment_info()
+    nodes = [(part.ep_name, node.op_type) for part in parts for node in part.get_nodes()]
+    by_provider = dict(Counter(provider for provider, _ in nodes))
+    if device.provider not in by_provider:
+        raise DeviceError(f"{device} runs none of the {len(nodes)} nodes of {where}", _RUN_ON_CPU)
+    return session, Assignments(
+        by_provider, dict(Counter(name for provider, name in nodes if provider == CPU_PROVIDER))
+    )
 
 
 def device_failure(error: Exception, device: Device, where: Path) -> DeviceError:
     """Say in one line why a device cannot load or run a model."""
-    text = str(error)
-    if "No supported adapters" in text or "Failed to get a WebGPU adapter" in text:
-        return DeviceError(
-            f"{device} cannot start: the Vulkan driver offers no usable adapter",
-            f"update the driver of the GPU, or {_RUN_ON_CPU}",
-        )
-    if "requires f16" in text:
-        return DeviceError(
-            f"{device} cannot run {where}: its adapter has no 16-bit floats (f16)",
-            f"use a model with 32-bit activations, or {_RUN_ON_CPU}",
-        )
-    if "fallback to CPU EP has been explicitly disabled" in text:
-        return DeviceError(
-            f"{device} cannot run all of {where}", f"export the model for it with edge-run export, or {_RUN_ON_CPU}"
-        )
+    no_adapter, driver = "cannot start: the Vulkan driver offers no usable adapter", "update the driver of the GPU"
+    no_floats = f"cannot run {where}: its adapter has no 16-bit floats (f16)"
+    known = {
+        "No supported adapters": (no_adapter, driver),
+        "Failed to get a WebGPU adapter": (no_adapter, driver),
+        "requires f16": (no_floats, "use a model with 32-bit activations"),
+        "fallback to CPU EP has been explicitly disabled": (
+            f"cannot run all of {where}",
+            "export the model for it with edge-run export",
+        ),
+    }
+    what, hint = next((said for text, said in known.items() if text in str(error)), ("", ""))
+    if what:
+        return DeviceError(f"{device} {what}", f"{hint}, or {_RUN_ON_CPU}")
     return DeviceError(f"{device} cannot run {where}: {error_reason(error)}", _RUN_ON_CPU)
-
-
-def _assignments(session: ort.InferenceSession) -> Assignments:
-    by_provider: Counter[str] = Counter()
-    on_cpu: Counter[str] = Counter()
-    for part in session.get_provider_graph_assignment_info():
-        nodes = part.get_nodes()
-        by_provider[part.ep_name] += len(nodes)
-        if part.ep_name == CPU_PROVIDER:
-            on_cpu.update(each.op_type for each in nodes)
-    return Assignments(dict(by_provider), dict(on_cpu))

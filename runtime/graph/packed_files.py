@@ -19,6 +19,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -100,7 +101,8 @@ def write_record(folder: Path) -> None:
         OSError: a file cannot be read or written.
     """
     record = folder / RECORD_NAME
-    files = {path.name: _digests(path) for path in sorted(folder.iterdir()) if path != record}
+    paths = [path for path in sorted(folder.iterdir()) if path != record]
+    files = {path.name: {**asdict(digest_file(path)), "sample": sample_digest(path)} for path in paths}
     record.write_text(json.dumps({"format": _FORMAT, "files": files}), encoding="utf-8")
 
 
@@ -149,11 +151,6 @@ def verify_folder(folder: Path) -> bool:
         discard_folder(folder)
         raise
     return True
-
-
-def _digests(path: Path) -> dict[str, int | str]:
-    digest = digest_file(path)
-    return {"bytes": digest.bytes, "sha256": digest.sha256, "sample": sample_digest(path)}
 
 
 def sample_digest(path: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -101,12 +102,10 @@ def _assumptions(graph_io: GraphIO, may_be_in_place: bool) -> Iterator[GraphIO]:
     """What the graph may be, most capable first."""
     try_both = may_be_in_place and graph_io.capacity is None
     cache_modes = [CacheMode.IN_PLACE, CacheMode.GROWING] if try_both else [graph_io.cache_mode]
-    logits_modes = [graph_io.logits_mode]
-    if graph_io.logits_mode is LogitsMode.ALL:
-        logits_modes.append(LogitsMode.LAST)
-    for cache_mode in cache_modes:
-        for logits_mode in logits_modes:
-            yield replace(graph_io, cache_mode=cache_mode, logits_mode=logits_mode)
+    own = graph_io.logits_mode
+    logits_modes = [own, LogitsMode.LAST] if own is LogitsMode.ALL else [own]
+    for cache_mode, logits_mode in product(cache_modes, logits_modes):
+        yield replace(graph_io, cache_mode=cache_mode, logits_mode=logits_mode)
 
 
 def _supports_wide_passes(bound: BoundSession, tolerance: float) -> bool | None:

@@ -102,13 +102,9 @@ class Comparison:
     Args:
         engine: the model; nothing else may run on it meanwhile.
         max_tokens: most tokens of an answer.
-        seeds: seeds of the sampled answers.
-        temperature: temperature of the sampled answers, above 0.
     """
 
-    def __init__(
-        self, engine: Engine, max_tokens: int, *, seeds: Sequence[int] = (1, 2), temperature: float = 0.8
-    ) -> None:
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
         self._engine = engine
         self._bound = engine.model.new_sequence().bound
         # Exact answers run in the model's own graph, and all answers to a prompt share the slots of one prefill.
@@ -117,7 +113,7 @@ class Comparison:
         """The prompt whose slots, except for the last token's, are in the arena."""
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
         self._greedy = SamplingParams()
-        self._sampled = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
+        self._sampled = [SamplingParams(temperature=0.8, seed=seed) for seed in (1, 2)]
         self._trees = engine.graph_io.supports_trees
         self._counts: dict[str, ComparisonCounts] = {}
         self.texts: list[list[int]] = []

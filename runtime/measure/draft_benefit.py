@@ -24,6 +24,8 @@ from ..text.turn_markers import Markers, TokenArray, answer_start, read_markers
 _PROMPT_SHARE: Final = 4
 """In a text without turns, the first one of so many tokens is the prompt."""
 _WARM_UP_TOKENS: Final = 16
+_MAX_TOKENS: Final = 2048
+"""Total number of tokens to replay."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +46,25 @@ _Text: TypeAlias = tuple[list[int], int]
 """Token ids, and the index of the first one of the answer."""
 
 
-def measure_draft_benefit(
-    bundle: Path,
-    texts: Sequence[TokenArray],
-    *,
-    device: str = "auto",
-    threads: int | None = None,
-    max_tokens: int = 2048,
-) -> DraftBenefit:
+def measure_draft_benefit(bundle: Path, texts: Sequence[TokenArray]) -> DraftBenefit:
     """Replay texts with draft tokens of the bundle's draft alone, and without speculation.
 
     Every text is decoded both ways, one right after the other, so that other load on the machine affects both alike.
 
     Args:
         bundle: folder of a model with a draft.
-        texts: token ids of whole texts, int64 [n], each ending with what a model answered.
-        device: as for `load`.
-        threads: as for `load`.
-        max_tokens: total number of tokens to replay; texts beyond it are left out.
+        texts: token ids of whole texts, int64 [n], each ending with what a model answered. Those beyond a total of
+            2,048 tokens are left out.
 
     Raises:
         BundleError: there is no such model, or it is damaged.
         InputError: the bundle has no draft, or no text is long enough.
     """
-    with load(bundle, device=device, threads=threads, learned=False) as engine:
+    with load(bundle, learned=False) as engine:
         draft = engine.model.drafters.draft_model()
         if draft is None:
             raise InputError(f"{bundle} has no draft to measure", "export it with --draft or --draft-layers")
-        chosen = _choose_texts(engine, texts, read_markers(engine.bundle.folder), max_tokens)
+        chosen = _choose_texts(engine, texts, read_markers(engine.bundle.folder))
         bound = engine.model.new_sequence().bound
         # The draft is not compared after a text's last token, whose successor is unknown.
         agreeing = sum(count_agreement(bound, draft, tokens[:-1], start - 1) for tokens, start in chosen)
@@ -118,14 +111,14 @@ def count_agreement(bound: BoundGraph, draft: ModelDrafter, text: Sequence[int],
     return agreeing
 
 
-def _choose_texts(engine: Engine, texts: Sequence[TokenArray], markers: Markers, max_tokens: int) -> list[_Text]:
+def _choose_texts(engine: Engine, texts: Sequence[TokenArray], markers: Markers) -> list[_Text]:
     """Return the first texts, cut to the model's context, whose answers have at least two tokens.
 
     Raises:
         InputError: no text does.
     """
     found: list[_Text] = []
-    left = max_tokens
+    left = _MAX_TOKENS
     for text in texts:
         cut = text[: min(engine.context, left)]
         start = answer_start(cut, markers) or max(1, len(cut) // _PROMPT_SHARE)

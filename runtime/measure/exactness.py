@@ -275,7 +275,7 @@ def _run_chains(bound: BoundGraph, start: CacheSnapshot, text: Sequence[int], wi
     parts = []
     for index in range(0, len(text), width):
         parts.append(bound.forward(text[index : index + width]).copy())
-        bound.arena.commit(len(text[index : index + width]))
+        bound.arena.commit(len(parts[-1]))
     return np.concatenate(parts)
 
 

@@ -76,15 +76,11 @@ def read_texts(bundle: Path, file: Path, min_tokens: int, max_text_tokens: int, 
         found = (
             _conversations(engine, content, file, seed) if conversations else _pieces(engine, content, max_text_tokens)
         )
-        texts = []
-        total = 0
+        texts: list[TokenArray] = []
         for ids in found:
-            texts += [
-                np.array(ids[start : start + max_text_tokens], np.int64)
-                for start in range(0, len(ids), max_text_tokens)
-            ]
-            total += len(ids)
-            if total >= min_tokens and conversations:
+            starts = range(0, len(ids), max_text_tokens)
+            texts += [np.array(ids[start : start + max_text_tokens], np.int64) for start in starts]
+            if conversations and sum(map(len, texts)) >= min_tokens:
                 break
     texts = [text for text in texts if len(text) > 1]
     if not texts:

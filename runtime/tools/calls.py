@@ -67,12 +67,8 @@ def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
 
 def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """An answer as a message of a conversation."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [call.message for call in calls]
-    return message
+    parts = {"reasoning_content": reasoning, "tool_calls": [call.message for call in calls]}
+    return {"role": "assistant", "content": text, **{name: part for name, part in parts.items() if part}}
 
 
 def new_call_id() -> str:
@@ -134,9 +130,7 @@ def required_tools(choice: str | Mapping[str, Any], tools: OfferedTools) -> Offe
 
 def _chosen_name(choice: str | Mapping[str, Any]) -> str | None:
     """The function that a choice names; None if it names none."""
-    if not isinstance(choice, Mapping):
-        return None
-    function = choice.get("function", choice)
+    function = choice.get("function", choice) if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 

@@ -11,6 +11,7 @@ import pytest
 import edgerun
 from edgerun.errors import InputError
 from edgerun.models.pairing import name_draft
+from edgerun.runtime.measure import draft_benefit
 from edgerun.runtime.measure.draft_benefit import count_agreement, measure_draft_benefit
 
 tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
@@ -40,7 +41,7 @@ def paired(target: Path, draft: Path, folder: Path) -> Path:
 
 
 def test_the_target_as_its_own_draft_always_agrees(tiny_bundle: Path, tmp_path: Path, texts: list[np.ndarray]) -> None:
-    found = measure_draft_benefit(paired(tiny_bundle, tiny_bundle, tmp_path), texts, threads=1)
+    found = measure_draft_benefit(paired(tiny_bundle, tiny_bundle, tmp_path), texts)
     assert found.agreement == 1.0
     assert found.tokens_per_pass >= 1.0
     assert found.plain_seconds > 0
@@ -49,7 +50,7 @@ def test_the_target_as_its_own_draft_always_agrees(tiny_bundle: Path, tmp_path: 
 
 def test_another_model_as_the_draft_seldom_agrees(tiny_bundle: Path, tmp_path: Path, texts: list[np.ndarray]) -> None:
     other = tiny.write_bundle(tmp_path / "other", seed=7)
-    found = measure_draft_benefit(paired(tiny_bundle, other, tmp_path), texts, threads=1)
+    found = measure_draft_benefit(paired(tiny_bundle, other, tmp_path), texts)
     assert found.agreement < 0.5
     assert found.tokens_per_pass >= 1.0
 
@@ -60,7 +61,7 @@ def test_a_draft_on_the_targets_cache_leaves_the_targets_slots(tmp_path: Path) -
     bundle = tiny.write_bundle(tmp_path / "own", num_hidden_layers=4)
     write_layer_skip_draft(bundle, (SubLayer(1, SubLayerKind.ATTENTION), SubLayer(2, SubLayerKind.FEED_FORWARD)))
     text = list(range(20, 60))
-    with edgerun.load(bundle, cache=False, threads=1) as engine:
+    with edgerun.load(bundle, cache=False) as engine:
         draft = engine.model.drafters.draft_model()
         assert draft is not None
         bound, alone = engine.model.new_sequence().bound, engine.model.new_sequence().bound
@@ -73,20 +74,19 @@ def test_a_draft_on_the_targets_cache_leaves_the_targets_slots(tmp_path: Path) -
         np.testing.assert_array_equal(
             bound.forward((5,))[0], alone.forward((5,))[0], "the draft's slots are in the target's cache"
         )
-    found = measure_draft_benefit(bundle, [np.array(text)], threads=1)
+    found = measure_draft_benefit(bundle, [np.array(text)])
     assert 0 < found.agreement < 1
 
 
-def test_a_bundle_without_a_draft_and_texts_that_are_too_short_are_errors(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_texts_that_are_too_short_are_errors_and_long_ones_are_cut(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(InputError, match="has no draft to measure; export it with --draft or --draft-layers"):
-        measure_draft_benefit(tiny_bundle, [np.arange(20, 40)], threads=1)
+        measure_draft_benefit(tiny_bundle, [np.arange(20, 40)])
     bundle = paired(tiny_bundle, tiny_bundle, tmp_path)
     for texts in ([], [np.array([20, 21])], [np.array([], np.int64)]):
         with pytest.raises(InputError, match="no text is long enough to measure a draft on"):
-            measure_draft_benefit(bundle, texts, threads=1)
-
-
-def test_no_more_than_max_tokens_are_replayed(tiny_bundle: Path, tmp_path: Path) -> None:
-    bundle = paired(tiny_bundle, tiny_bundle, tmp_path)
-    found = measure_draft_benefit(bundle, [np.arange(20, 29), np.arange(30, 200)], threads=1, max_tokens=12)
-    assert found.agreement == 1.0
+            measure_draft_benefit(bundle, texts)
+    # Of the second text, three tokens are replayed.
+    monkeypatch.setattr(draft_benefit, "_MAX_TOKENS", 12)
+    assert measure_draft_benefit(bundle, [np.arange(20, 29), np.arange(30, 200)]).agreement == 1.0
