@@ -616,6 +616,12 @@ def exported(source: Path, destination: Path, weights: WeightFormat | ExportReci
     return export_checkpoint(source, destination, recipe).bundle
 
 
+def require_same_files(bundle: Path, other: Path) -> None:
+    """Two bundles have the same graph and the same weights, byte for byte."""
+    for name in ("model.onnx", "model.onnx.data"):
+        assert (bundle / name).read_bytes() == (other / name).read_bytes()
+
+
 def logits_of(bundle: Path, tokens: IntArray = TOKENS, capacity: int = 64) -> FloatArray:
     """Logits of all positions of a bundle in one pass, float32 [n, vocabulary]."""
     return ContractSession(bundle, capacity).forward(tokens, np.arange(len(tokens)))

@@ -15,7 +15,7 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.models.bundle import digest_file, open_bundle
+from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession as RuntimeGraph
@@ -32,6 +32,7 @@ from support.tiny_models import (
     TOKENS,
     exported,
     logits_of,
+    require_same_files,
     separate_experts,
     tiny_config,
     tiny_weights,
@@ -136,12 +137,13 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str) -> None:
     overrides = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     source = write_checkpoint(tmp_path, family, **overrides)
     settings, weights = tiny_config(family, **overrides), tiny_weights(tiny_config(family, **overrides))
-    before = reference_logits(Checkpoint(source), settings, TOKENS, 256)
+    tokens = TOKENS[:16]
+    before = reference_logits(Checkpoint(source), settings, tokens, 256)
     for name, value in weights.items():
         changed = value.copy()
         changed.flat[::7] += 0.5
         write_weights(source, {**weights, name: changed})
-        after = reference_logits(Checkpoint(source), settings, TOKENS, 256)
+        after = reference_logits(Checkpoint(source), settings, tokens, 256)
         assert np.abs(after - before).max() > 1e-4, name
 
 
@@ -215,9 +217,7 @@ def test_experts_in_one_tensor_export_like_separate_ones(tmp_path) -> None:
     weights = tiny_weights(tiny_config("qwen3_5_moe_text"))
     other = write_checkpoint(tmp_path / "apart", "qwen3_5_moe_text")
     write_weights(other, separate_experts(weights))
-    bundles = [exported(each, tmp_path / f"{each.name}-bundle", INT4) for each in (source, other)]
-    for name in ("model.onnx", "model.onnx.data"):
-        assert digest_file(bundles[0] / name) == digest_file(bundles[1] / name)
+    require_same_files(*(exported(each, tmp_path / f"{each.name}-bundle", INT4) for each in (source, other)))
 
 
 @pytest.mark.parametrize(
@@ -273,12 +273,8 @@ def write_mxfp4(folder: Path, weights: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("weight_format", [FP32, INT8, INT4], ids=str)
 def test_mxfp4_experts_export_like_their_float_values(tmp_path, weight_format) -> None:
     packed, unpacked = mxfp4_weights()
-    bundles = [
-        exported(write_mxfp4(tmp_path / name, weights), tmp_path / f"{name}-bundle", weight_format)
-        for name, weights in (("packed", packed), ("unpacked", unpacked))
-    ]
-    for name in ("model.onnx", "model.onnx.data"):
-        assert digest_file(bundles[0] / name) == digest_file(bundles[1] / name)
+    sources = write_mxfp4(tmp_path / "packed", packed), write_mxfp4(tmp_path / "unpacked", unpacked)
+    require_same_files(*(exported(each, tmp_path / f"{each.name}-bundle", weight_format) for each in sources))
 
 
 def test_mxfp4_values_equal_those_of_transformers(tmp_path) -> None:
@@ -339,14 +335,12 @@ def nested(folder: Path, rename: dict[str, str], kind: str = "gemma3", **text_se
 
 
 @pytest.mark.parametrize("kind", NESTED)
-@pytest.mark.parametrize("rename", [{"": "language_model."}, {"model.": "model.language_model."}], ids=["old", "new"])
-def test_language_model_of_a_multimodal_checkpoint(tmp_path, rename: dict[str, str], kind: str) -> None:
+def test_language_model_of_a_multimodal_checkpoint(tmp_path, kind: str) -> None:
     alone = write_bundle(tmp_path / "alone", NESTED[kind], weights=INT4)
-    source = nested(tmp_path / "nested", rename, kind)
-    inside = exported(source, tmp_path / "bundle", INT4)
-    for name in ("model.onnx", "model.onnx.data"):
-        assert digest_file(inside / name) == digest_file(alone / name)
-    assert open_bundle(inside).manifest.architecture.family == kind
+    for before, after in (("", "language_model."), ("model.", "model.language_model.")):  # in old and new releases
+        inside = exported(nested(tmp_path / after, {before: after}, kind), tmp_path / "bundle", INT4)
+        require_same_files(inside, alone)
+        assert open_bundle(inside).manifest.architecture.family == kind
 
 
 @pytest.mark.parametrize(

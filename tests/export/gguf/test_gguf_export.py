@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
-from support.tiny_models import LLAMA3, YARN, exported, write_checkpoint, write_weights
+from support.tiny_models import LLAMA3, YARN, exported, require_same_files, write_checkpoint, write_weights
 
 STORED = ExportRecipe()
 """Keeps the formats of the file."""
@@ -31,12 +29,6 @@ OTHER = {"Q4_1": OFFSETS, "Q5_1": INT8}
 K_QUANTS = {"Q4_K": OFFSETS, "Q5_K": INT8, "Q6_K": INT8}
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 """K-quants have blocks of 256, which must divide the rows."""
-
-
-def digests(bundle: Path) -> dict[str, str]:
-    """SHA-256 of graph and weights."""
-    files = open_bundle(bundle).manifest.files
-    return {name: files[name].sha256 for name in ("model.onnx", "model.onnx.data")}
 
 
 def restored(name: str, stored: np.ndarray, config) -> np.ndarray:
@@ -58,7 +50,7 @@ def test_float_weights_export_byte_for_byte_like_the_checkpoint(tmp_path, family
     file = write_gguf(tmp_path / "model.gguf", source, kind)
     expected = exported(source, tmp_path / "expected")
     bundle = exported(file, tmp_path / "bundle", STORED)
-    assert digests(bundle) == digests(expected)
+    require_same_files(bundle, expected)
     assert open_bundle(bundle).manifest.architecture == open_bundle(expected).manifest.architecture
     assert {path.name for path in bundle.iterdir()} >= {"tokenizer.json", "config.json", "chat_template.jinja"}
 
@@ -78,8 +70,7 @@ def test_llama_variants_export_like_the_checkpoint(tmp_path, overrides, scaling)
     source = write_checkpoint(tmp_path / "checkpoint", **overrides)
     metadata = {f"llama.rope.scaling.{key}": value for key, value in scaling.items()}
     file = write_gguf(tmp_path / "model.gguf", source, also=metadata)
-    bundles = [exported(each, tmp_path / f"{each.stem}-bundle", INT8) for each in (source, file)]
-    assert digests(bundles[0]) == digests(bundles[1])
+    require_same_files(*(exported(each, tmp_path / f"{each.stem}-bundle", INT8) for each in (source, file)))
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -122,8 +113,7 @@ def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> N
         tensors[name] = restored(name, gguf.quants.dequantize(raw[gguf_name(name)], number), config)
     write_weights(source, tensors)
     file = write_gguf(tmp_path / "model.gguf", source, kind, raw=raw)
-    expected = exported(source, tmp_path / "expected")
-    assert digests(exported(file, tmp_path / "plain")) == digests(expected)
+    require_same_files(exported(file, tmp_path / "plain"), exported(source, tmp_path / "expected"))
     report = export_checkpoint(file, tmp_path / "bundle", STORED)
     weight_format = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
@@ -207,9 +197,9 @@ def test_requested_formats_override_those_of_the_file(tmp_path) -> None:
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    whole = export_checkpoint(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
+    whole = exported(write_gguf(tmp_path / "one.gguf", source, kind), tmp_path / "whole", STORED)
     first = write_gguf(tmp_path / "many.gguf", source, kind, parts=3)
-    assert digests(exported(first, tmp_path / "bundle", STORED)) == digests(whole.bundle)
+    require_same_files(exported(first, tmp_path / "bundle", STORED), whole)
     second = first.with_name("many-00002-of-00003.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 parts; give the first one, named NAME-00001-of-0000N.gguf"):
         exported(second, tmp_path / "bundle", STORED)

@@ -141,7 +141,7 @@ def test_inputs_outputs_and_operators(tmp_path, weight_format: WeightFormat, tie
 
 
 def test_external_data_is_aligned_disjoint_and_shared(tmp_path) -> None:
-    bundle = write_bundle(tmp_path, weights=INT8, vocab_size=500, hidden_size=256, intermediate_size=6000)
+    bundle = write_bundle(tmp_path, weights=INT8, vocab_size=500, hidden_size=256, intermediate_size=2100)
     model = onnx.load(bundle / "model.onnx", load_external_data=False)
     size = (bundle / "model.onnx.data").stat().st_size
     extents = {}

@@ -76,16 +76,13 @@ class DecoderVariant:
     """Additional factor of the cosines and sines of keys."""
 
 
-def plain_decoder(variant: DecoderVariant, seed: int = 0) -> onnx.ModelProto:
-    """The decoder with random weights."""
-    return _Writer(variant, seed).model()
+class DecoderWriter:
+    """Writes a decoder with random weights."""
 
-
-class _Writer:
-    def __init__(self, variant: DecoderVariant, seed: int) -> None:
+    def __init__(self, variant: DecoderVariant) -> None:
         self._variant = variant
         self._nodes = Nodes(OPSET)
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
 
     def model(self) -> onnx.ModelProto:
         variant, nodes = self._variant, self._nodes
@@ -97,18 +94,15 @@ class _Writer:
         value = nodes.op("Gather", self._weight("table", VOCABULARY, WIDTH), "input_ids")
         for layer in range(variant.layers):
             attended = self._attention(layer, value, slots, queries, total)
-            value = nodes.op(
-                "Add", value, self._linear(attended, f"o.{layer}", variant.heads * variant.head_dim, WIDTH)
-            )
+            output = self._weight(f"o.{layer}", variant.heads * variant.head_dim, WIDTH)
+            value = nodes.op("Add", value, nodes.op("MatMul", attended, output))
         nodes.op("MatMul", value, self._weight("head", WIDTH, VOCABULARY), outputs=["logits"])
         ids = [declare(name, TensorProto.INT64, ["batch", "new"]) for name in ("input_ids", "position_ids")]
         mask = declare("attention_mask", TensorProto.INT64, ["batch", "total"])
         caches = {
             side: [
                 declare(
-                    f"{name}.{layer}.{half}",
-                    TensorProto.FLOAT,
-                    ["batch", variant.kv_heads, side, variant.head_dim],
+                    f"{name}.{layer}.{half}", TensorProto.FLOAT, ["batch", variant.kv_heads, side, variant.head_dim]
                 )
                 for layer in range(variant.layers)
                 for half in ("key", "value")
@@ -144,7 +138,7 @@ class _Writer:
 
     def _heads(self, value: str, name: str, count: int, total: str | None, scale: float = 1.0) -> str:
         variant, nodes = self._variant, self._nodes
-        wide = self._linear(value, name, WIDTH, count * variant.head_dim)
+        wide = nodes.op("MatMul", value, self._weight(name, WIDTH, count * variant.head_dim))
         split = nodes.op("Reshape", wide, nodes.constant([0, 0, count, variant.head_dim]))
         rotates = total is not None and variant.rotary is not RotaryPairs.NONE
         if rotates and variant.tokens_first:
@@ -167,12 +161,8 @@ class _Writer:
             for kind in ("Cos", "Sin")
         )
         adjacent = variant.rotary is RotaryPairs.ADJACENT
-        bounds = (
-            ((0, variant.rotary_dim, 2), (1, variant.rotary_dim, 2))
-            if adjacent
-            else ((0, pairs, 1), (pairs, 2 * pairs, 1))
-        )
-        first, second = (self._cut(heads, *each) for each in bounds)
+        starts, length, step = ((0, 1), 2 * pairs - 1, 2) if adjacent else ((0, pairs), pairs, 1)
+        first, second = (self._cut(heads, start, start + length, step) for start in starts)
         left = nodes.op("Sub", nodes.op("Mul", first, cosines), nodes.op("Mul", second, sines))
         right = nodes.op("Add", nodes.op("Mul", second, cosines), nodes.op("Mul", first, sines))
         if adjacent:
@@ -226,9 +216,6 @@ class _Writer:
             bias = nodes.op("Add", bias, nodes.op("Mul", distance, nodes.constant(0.1, np.float32)))
         return nodes.op("Add", scores, bias)
 
-    def _linear(self, value: str, name: str, width: int, out: int) -> str:
-        return self._nodes.op("MatMul", value, self._weight(name, width, out))
-
     def _weight(self, name: str, first: int, second: int) -> str:
         value = self._random.standard_normal((first, second)) / np.sqrt(WIDTH)
         return self._nodes.constant(value, np.float32, name)
@@ -240,7 +227,7 @@ CANNOT = "such a graph cannot be upgraded; edge-run may run it as it is"
 
 
 def graph_of(variant: DecoderVariant) -> EditableGraph:
-    return EditableGraph(plain_decoder(variant), NOWHERE)
+    return EditableGraph(DecoderWriter(variant).model(), NOWHERE)
 
 
 def found(variant: DecoderVariant) -> tuple[Attention, Rotation | None]:
@@ -326,7 +313,7 @@ FUSED = {
 
 @pytest.mark.parametrize(("variant", "outside"), FUSED.values(), ids=FUSED)
 def test_fused_attention_computes_the_same(variant: DecoderVariant, outside: int) -> None:
-    graph = check_upgrade(plain_decoder(variant))
+    graph = check_upgrade(DecoderWriter(variant).model())
     attention = graph.nodes_of("GroupQueryAttention")
     assert len(attention) == variant.layers
     assert len(graph.nodes_of("RotaryEmbedding")) == outside
@@ -349,7 +336,7 @@ def test_fused_attention_computes_the_same(variant: DecoderVariant, outside: int
 )
 def test_unknown_masks_scales_and_sizes_are_refused(variant: DecoderVariant, what: str) -> None:
     with pytest.raises(BundleError) as refused:
-        check_upgrade(plain_decoder(variant))
+        check_upgrade(DecoderWriter(variant).model())
     unknown = f"the model's attention in layer 0 is not recognized: {what}; {CANNOT}"
     sized = "the model's heads have 20 channels, and fused attention requires a multiple of 8; run it as it is"
     assert str(refused.value) == (sized if variant.head_dim == 20 else unknown)
@@ -400,7 +387,7 @@ def test_replaced_nodes(examples: int) -> None:
     @settings(max_examples=examples)
     @given(data=st.data())
     def upgraded_or_refused(data: st.DataObject) -> None:
-        model = plain_decoder(DecoderVariant(window=7))
+        model = DecoderWriter(DecoderVariant(window=7)).model()
         node = model.graph.node[data.draw(st.integers(0, len(model.graph.node) - 1), label="node")]
         ops = ["Add", "Sub", "Mul", "Identity", "Neg", "Exp", "Softmax", "MatMul"]
         node.op_type = data.draw(st.sampled_from(ops), label="op")

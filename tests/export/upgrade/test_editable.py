@@ -1,4 +1,4 @@
-"""Edits of a graph keep it valid; constants are unpacked, bounded by their files, and share bytes."""
+"""Edits of a graph keep it valid; constants are unpacked, and bounded by their files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun.errors import BundleError
-from edgerun.export.check.contract_session import ModelSession
-from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.upgrade.editable import EditableGraph
-from edgerun.export.upgrade.graph_parts import in_place, read_tensor, to_file
+from edgerun.export.upgrade.graph_parts import in_place, read_tensor
 from support.small_graphs import add_chain, evaluate, model_of
 
 
@@ -77,19 +75,3 @@ def test_constants_beyond_the_end_of_their_file_are_refused(
     else:
         with pytest.raises(BundleError, match="the model's constant t is damaged"):
             read_tensor(proto, folder)
-
-
-def test_constants_with_the_same_bytes_are_written_once(tmp_path: Path) -> None:
-    table = (np.arange(1200) % 100).astype(np.float32)  # sums of products are exact in float32
-    (tmp_path / "weights").write_bytes(table.tobytes())
-    model = model_of([helper.make_node("MatMul", ["a", "b"], ["out"])], {}, {}, ["out"])
-    for name, shape in (("a", (30, 40)), ("b", (40, 30))):
-        proto = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT, data_location=TensorProto.EXTERNAL)
-        proto.external_data.add(key="location", value="weights")
-        model.graph.initializer.append(proto)
-    graph = EditableGraph(model, tmp_path)
-    with WeightFile(tmp_path / "data") as data:
-        graph.model(to_file(data, lambda _: None))
-        assert data.digest().bytes == table.nbytes
-    (out,) = ModelSession(graph.model(in_place), graph.folder).run(["out"], {})
-    np.testing.assert_allclose(out, table.reshape(30, 40) @ table.reshape(40, 30))

@@ -98,12 +98,6 @@ def test_other_layouts_are_upgraded(name: str, tmp_path: Path) -> None:
     }
 
 
-def test_quantized_cache_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="the model's key-value cache is quantized to integers; run it as it is"):
-        upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-int8-cache"]))
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
 def test_window_counts_positions_in_a_tree(tmp_path: Path) -> None:
     """A child with twenty siblings before it sees as far back as it does in a chain."""
     folder = upgrade(write_layout(tmp_path / "m", LAYOUTS["genai-window"]))
@@ -154,7 +148,8 @@ def test_float_weights_are_rounded_to_the_requested_format(tmp_path: Path) -> No
 
 def test_quantized_weights_are_not_rounded_again(tmp_path: Path) -> None:
     """The source is an int4 bundle in GenAI's layout, as its own exporter writes it."""
-    source = genai_int4(tmp_path)
+    source = write_bundle(tmp_path, weights=ExportRecipe(INT4, layout=GraphLayout.GENAI))
+    (source / "edge.json").unlink()
     before = (source / "model.onnx.data").stat().st_size
     report = upgrade_model(source, tmp_path / "out", ExportRecipe(INT8))
     assert report.notes == ("weights that have few bits already were not rounded again",)
@@ -162,13 +157,6 @@ def test_quantized_weights_are_not_rounded_again(tmp_path: Path) -> None:
     weights = Manifest.from_json((report.bundle / "edge.json").read_bytes()).weights
     assert set(weights.values()) == {INT4}
     assert report.parity.top1_agreement > 0.8
-
-
-def genai_int4(folder: Path) -> Path:
-    """The tiny llama in GenAI's layout with 4-bit weights."""
-    bundle = write_bundle(folder, weights=ExportRecipe(INT4, layout=GraphLayout.GENAI))
-    (bundle / "edge.json").unlink()
-    return bundle
 
 
 def test_stop_tokens_are_taken_from_genai_config(tmp_path: Path) -> None:
@@ -239,25 +227,22 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_model_gives_a_one_line_error_and_no_files(name: str, tmp_path: Path) -> None:
-    damage, message = DAMAGE[name]
-    folder = write_layout(tmp_path / "m", LAYOUTS["optimum-external"])
-    damage(folder)
+@pytest.mark.parametrize("name", ["genai-int8-cache", *DAMAGE, *UNSUPPORTED])
+def test_damaged_and_unsupported_models_give_a_one_line_error_and_no_files(name: str, tmp_path: Path) -> None:
+    folder, message = tmp_path / "m", ""
+    if name in UNSUPPORTED:
+        write_unsupported(folder, UNSUPPORTED[name])
+    elif name in DAMAGE:
+        damage, message = DAMAGE[name]
+        damage(write_layout(folder, LAYOUTS["optimum-external"]))
+    else:
+        message = "the model's key-value cache is quantized to integers; run it as it is"
+        write_layout(folder, LAYOUTS[name])
     with pytest.raises(EdgeError) as caught:
         upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_graph_that_is_not_a_decoder_gives_a_one_line_error(name: str, tmp_path: Path) -> None:
-    folder = write_unsupported(tmp_path / "m", UNSUPPORTED[name])
-    with pytest.raises(EdgeError) as caught:
-        upgrade_model(folder, tmp_path / "out", ExportRecipe(FP32))
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
 
 
 def test_own_bundles_and_invalid_requests_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:

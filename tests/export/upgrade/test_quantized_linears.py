@@ -67,21 +67,14 @@ def test_joined_linears_compute_the_same(zero_points: bool, tmp_path: Path) -> N
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_linears_of_different_formats_are_not_joined(tmp_path: Path) -> None:
-    linears = [linear("a", 16), linear("b", 16, zero_points=True), linear("c", 16, accuracy=4)]
+def test_linears_of_different_formats_are_not_joined_and_all_round_activations(tmp_path: Path) -> None:
+    linears = [linear("a", 16, accuracy=0), linear("b", 16, zero_points=True), linear("c", 16)]
     nodes = [node for node, _ in linears] + [helper.make_node("Neg", [name], [f"{name}.out"]) for name in "abc"]
     constants = {name: value for _, each in linears for name, value in each.items()}
     graph = EditableGraph(model_of(nodes, constants, {"x": VALUE}, ["a.out", "b.out", "c.out"]), tmp_path)
-    join_linears(graph)
-    assert len(graph.nodes_of("MatMulNBits")) == 3
-
-
-def test_linears_without_accuracy_level_round_activations(tmp_path: Path) -> None:
-    linears = [linear("a", 16, accuracy=0), linear("b", 16, accuracy=1)]
-    constants = {name: value for _, each in linears for name, value in each.items()}
-    graph = EditableGraph(model_of([node for node, _ in linears], constants, {"x": VALUE}, ["a", "b"]), tmp_path)
     assert round_activations(graph) == 1
-    assert [node.attribute("accuracy_level") for node in graph.nodes_of("MatMulNBits")] == [4, 1]
+    join_linears(graph)
+    assert [node.attribute("accuracy_level") for node in graph.nodes_of("MatMulNBits")] == [4, 1, 1]
 
 
 def test_reshaped_constant_is_written_once(tmp_path: Path) -> None:
