@@ -1,4 +1,4 @@
-"""Options by name, which type checkers and editors read; written by tests/support/option_keywords.py."""
+"""Options by name, which type checkers and editors read; written by tests/support/generated_texts.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from edgerun.edge.cli.main import main
 from edgerun.runtime.arguments.argument_types import options_of
 from edgerun.runtime.arguments.option_keywords import GenerateKeywords, LoadKeywords
 from edgerun.runtime.devices.processor import usable_cores
-from support import option_keywords
+from support import generated_texts
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_function_lists_the_options_with_their_defaults(function: Any, record:
 @pytest.mark.parametrize(("record", "keywords"), RECORDS)
 def test_type_checkers_read_the_types_of_the_record(record: type[Any], keywords: type[Any]) -> None:
     assert get_type_hints(keywords) == get_type_hints(record)
-    assert option_keywords.MODULE.read_text(encoding="utf-8") == option_keywords.module_text()
+    assert generated_texts.MODULE.read_text(encoding="utf-8") == generated_texts.module_text()
 
 
 @pytest.mark.parametrize(("record", "keywords"), RECORDS)

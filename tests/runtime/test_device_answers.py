@@ -10,7 +10,7 @@ import pytest
 from support.devices import require_gpu, run_json_script
 from support.shared_data import data_path
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "device_programs.py"
 BEST_BYTES = 64 * 12
 """Bytes of the ids and the logits of the best tokens of a position."""
 GPUS = ("webgpu", "cuda")
@@ -36,8 +36,8 @@ def check_text(found: dict[str, Any], tokens: int) -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path, gpu: str) -> None:
     environment = require_gpu(gpu)
-    script = SUPPORT / "device_answers.py"
-    found = run_json_script(script, tiny_bundle, tmp_path, 8, gpu, environment=environment)
+    arguments = ("compare_answers", tiny_bundle, tmp_path, 8, gpu)
+    found = run_json_script(PROGRAMS, *arguments, environment=environment)
     check_answers(found, in_parts=gpu == "webgpu")
 
 
@@ -45,8 +45,8 @@ def test_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path, gpu: st
 def test_long_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path) -> None:
     """Also exact ones: the slots that wide passes wrote are computed again at near ties."""
     environment = require_gpu("webgpu")
-    script = SUPPORT / "device_answers.py"
-    check_answers(run_json_script(script, tiny_bundle, tmp_path, 100, "webgpu", environment=environment))
+    arguments = ("compare_answers", tiny_bundle, tmp_path, 100, "webgpu")
+    check_answers(run_json_script(PROGRAMS, *arguments, environment=environment))
 
 
 @pytest.mark.nightly
@@ -54,7 +54,7 @@ def test_text_with_heads_of_64_channels_is_that_of_the_cpu(tmp_path: Path) -> No
     tiny = pytest.importorskip("support.tiny_models", reason="needs the export extra")
     environment = require_gpu("webgpu")
     bundle = tiny.write_bundle(tmp_path, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
-    check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200, "webgpu", environment=environment), 200)
+    check_text(run_json_script(PROGRAMS, "compare_text", bundle, 200, "webgpu", environment=environment), 200)
 
 
 @pytest.mark.nightly
@@ -64,4 +64,4 @@ def test_text_of_a_quantized_model_is_that_of_the_cpu(tmp_path: Path, gpu: str) 
     environment = require_gpu(gpu)
     source = data_path("weights/stories260K-hf")
     bundle = export.export_checkpoint(source, tmp_path / "bundle", export.ExportRecipe(export.INT4)).bundle
-    check_text(run_json_script(SUPPORT / "device_text.py", bundle, 200, gpu, environment=environment), 200)
+    check_text(run_json_script(PROGRAMS, "compare_text", bundle, 200, gpu, environment=environment), 200)

@@ -21,7 +21,7 @@ from edgerun.export.recipe import MethodChoice
 from edgerun.models.atomic import discard_folder
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.argument_types import options_of
-from support import request_fields
+from support import generated_texts
 from support.commands import Capture, Patch, fails, output_of
 from support.tiny_models import write_checkpoint
 
@@ -121,8 +121,8 @@ def test_every_choice_of_a_recipe_is_an_option_with_help(capsys: Capture) -> Non
     for name, option in declared.items():
         assert f"--{name.replace('_', '-')} " in shown
         assert option.help[:30] in shown
-    page = request_fields.EXPORT_PAGE.read_text(encoding="utf-8")
-    assert request_fields.with_export_options(page) == page
+    page = generated_texts.EXPORT_PAGE.read_text(encoding="utf-8")
+    assert generated_texts.with_export_options(page) == page
 
 
 def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:

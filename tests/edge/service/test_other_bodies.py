@@ -27,7 +27,7 @@ from edgerun.edge.service.text_bodies import (
     parse_completion,
     texts_or_ids,
 )
-from support import request_fields
+from support import generated_texts
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1}'}
@@ -279,9 +279,9 @@ def test_unknown_fields_are_refused(struct: Any, parse: Any, smallest: dict[str,
 
 
 def test_the_tables_list_every_field_of_the_bodies() -> None:
-    page = request_fields.PAGE.read_text(encoding="utf-8")
-    assert all(f"\n## {heading}\n" in page for heading in request_fields.BODIES)
-    assert request_fields.with_tables(page) == page
+    page = generated_texts.PAGE.read_text(encoding="utf-8")
+    assert all(f"\n## {heading}\n" in page for heading in generated_texts.BODIES)
+    assert generated_texts.with_tables(page) == page
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_devices_are_told_apart_by_provider_and_index() -> None:
 
 # Passes and caches on a GPU: WebGPU, over a Vulkan driver in software, and CUDA where it is
 
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+PROGRAMS = Path(__file__).resolve().parents[2] / "support" / "device_programs.py"
 BEST = 64
 """Number of the best logits that the graph ranks."""
 LIMITS = {"webgpu": (1e-4, 1e-3), "cuda": (0.05, 0.1)}
@@ -146,7 +146,7 @@ LIMITS = {"webgpu": (1e-4, 1e-3), "cuda": (0.05, 0.1)}
 
 
 def check_rounds(bundle: Path, rounds: int, gpu: str = "webgpu") -> None:
-    found = run_json_script(SUPPORT / "device_rounds.py", bundle, rounds, gpu, environment=require_gpu(gpu))
+    found = run_json_script(PROGRAMS, "compare_rounds", bundle, rounds, gpu, environment=require_gpu(gpu))
     assert found["rounds"] == rounds
     assert found["moves"] > rounds / 10
     assert found["on_cpu"] == {}

@@ -1,7 +1,8 @@
-"""Writes tables of docs/ from schemas and options: `python tests/support/request_fields.py`."""
+"""Writes tables of docs/ and the keywords of options: `python tests/support/generated_texts.py`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,13 @@ import msgspec
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
+from edgerun.runtime.arguments.load_options import LoadOptions
+from edgerun.runtime.options import GenerateOptions
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "request-fields.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "request-fields.md"
+EXPORT_PAGE = ROOT / "docs" / "guide" / "export.md"
+MODULE = ROOT / "runtime" / "arguments" / "option_keywords.py"
 BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -58,9 +64,6 @@ def with_tables(page: str) -> str:
     return page
 
 
-EXPORT_PAGE = PAGE.parent / "guide" / "export.md"
-
-
 def with_export_options(page: str) -> str:
     """The text of the page with the table of all options of an export."""
     from edgerun.export.recipe import ExportRecipe
@@ -76,6 +79,33 @@ def with_export_options(page: str) -> str:
     return before + title + "".join(rows)
 
 
+_HEAD = '''\
+"""Options by name, which type checkers and editors read; written by tests/support/generated_texts.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from ..speculation.choice import DraftSampling, Speculation
+from ..structure.response_format import ResponseFormat
+'''
+
+
+def keywords(name: str, record: type[Any]) -> str:
+    """The class of the keywords of a record's options."""
+    lines = [f"    {each.name}: {each.type}" for each in dataclasses.fields(record)]
+    head = f'class {name}(TypedDict, total=False):\n    """The options of `{record.__name__}` by name."""'
+    return f"\n\n{head}\n\n" + "\n".join(lines) + "\n"
+
+
+def module_text() -> str:
+    """The text of the module."""
+    return _HEAD + keywords("LoadKeywords", LoadOptions) + keywords("GenerateKeywords", GenerateOptions)
+
+
 if __name__ == "__main__":
     EXPORT_PAGE.write_text(with_export_options(EXPORT_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    MODULE.write_text(module_text(), encoding="utf-8")
