@@ -68,7 +68,10 @@ def loaded(bundle: Path, **options: Any) -> Engine:
 
 
 def store(bundle: Path, choice: PromptChoice) -> None:
-    PROMPT_CHOICES.save(model_key(open_bundle(bundle), SessionConfig(cpu_device(), 1)), choice)
+    """Keep an int8 prompt graph of a model, and what was measured of it."""
+    opened, config = open_bundle(bundle), SessionConfig(cpu_device(), 1)
+    int8_graph_files.int8_graph_path(opened, config)
+    PROMPT_CHOICES.save(model_key(opened, config), choice)
 
 
 def answer(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Reply:
@@ -154,7 +157,6 @@ def test_auto_follows_what_was_measured(bundle: Path) -> None:
         assert engine.model.prefill_choice.described(answer(engine, PROMPT[:100]).stats.prompt_readers) == (
             "int8 prompt graph: not made yet (edge-run tune makes it)"
         )
-    loaded(bundle, prefill="int8").close()
     results = [
         (FASTER, None),
         (PromptChoice(None, FAST, SLOW, 0.0, 0.001, 0.02), "not faster here: 0.60 times the speed"),
@@ -170,7 +172,6 @@ def test_auto_follows_what_was_measured(bundle: Path) -> None:
 
 
 def test_passes_are_as_wide_as_was_measured(bundle: Path) -> None:
-    loaded(bundle, prefill="int8").close()
     store(bundle, PromptChoice(None, {64: 0.019, 128: 0.05}, {64: 0.02, 128: 0.03}, 0.0, 0.001, 0.02))
     with loaded(bundle) as engine:
         # A pass over the last 72 tokens is one of those that are not faster.
@@ -217,7 +218,6 @@ def test_the_copy_of_a_foreign_graph_is_not_probed(
 
 
 def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> None:
-    loaded(bundle, prefill="int8").close()
     assert FASTER.tokens_to_load == 0
     choice = replace(FASTER, load_s=0.05)
     assert len(PROMPT) < choice.tokens_to_load < 2 * len(PROMPT)
@@ -235,7 +235,6 @@ def test_it_is_loaded_for_prompts_that_it_saves_more_time_of(bundle: Path) -> No
 
 
 def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(bundle: Path) -> None:
-    loaded(bundle, prefill="int8").close()
     store(bundle, replace(FASTER, load_s=1000.0))
     with loaded(bundle, prefix_cache=0) as engine:
         answer(engine, PROMPT[:40])
@@ -258,7 +257,6 @@ def test_a_full_disk_costs_a_line_and_the_speed(
 
 
 def test_without_memory_for_its_weights_it_is_not_loaded(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded(bundle, prefill="int8").close()
     store(bundle, FASTER)
     with loaded(bundle) as engine:
         memory = psutil.virtual_memory()
@@ -291,7 +289,6 @@ def test_two_answers_at_a_time_say_what_each_says_alone(bundle: Path) -> None:
 
 
 def test_a_prompt_is_cancelled_between_two_passes(bundle: Path) -> None:
-    loaded(bundle, prefill="int8").close()
     store(bundle, PromptChoice(None, {64: 1.0}, {64: 0.4}, 0.0, 0.001, 0.02))
     fractions: list[float] = []
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgerun.errors import BundleError
-from edgerun.export import INT4, INT8, WeightFormat
+from edgerun.export import INT4
 from edgerun.models.bundle import open_bundle
 from edgerun.models.onnx_file.graph_editor import GraphEditor
 from edgerun.models.onnx_file.wire import external_files
@@ -40,9 +40,9 @@ PROMPT = [int(each) for each in np.random.default_rng(5).integers(5, 300, 100)]
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture(scope="module")
-def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("int8"), "qwen2", weights=INT4, seed=1)
+@pytest.fixture
+def int4(tiny_bundle_of: Callable[[str, str], Path]) -> Path:
+    return tiny_bundle_of("qwen2", "int4")
 
 
 def int8_path_of(folder: Path, **arguments: Any) -> Path | None:
@@ -92,26 +92,25 @@ def assert_close(folder: Path, *, first_layer: float = 0.02, later_layers: float
 @pytest.mark.parametrize(
     ("weights", "family"),
     [
-        *((INT4, family) for family in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma4_text")),
-        *((INT4, family) for family in ("granite", "olmo2")),
-        *((INT8, family) for family in ("mistral", "smollm3", "qwen3_moe", "gpt_oss")),
+        *(("int4", family) for family in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "gemma4_text")),
+        *(("int4", family) for family in ("granite", "olmo2")),
+        *(("int8", family) for family in ("mistral", "smollm3", "qwen3_moe", "gpt_oss")),
     ],
 )
 def test_logits_and_cache_are_those_of_the_model_but_for_rounding(
-    tmp_path: Path, weights: WeightFormat, family: str
+    tiny_bundle_of: Callable[[str, str], Path], weights: str, family: str
 ) -> None:
     """Where rounding sends a token to other experts, later layers differ more."""
-    bundle = write_bundle(tmp_path, family, weights=weights, seed=1)
-    assert_close(bundle, later_layers=0.15 if weights is INT4 else 0.3)
+    assert_close(tiny_bundle_of(family, weights), later_layers=0.15 if weights == "int4" else 0.3)
 
 
 @pytest.mark.parametrize("family", HYBRID_FAMILIES)
-def test_states_of_layers_without_attention(tmp_path: Path, family: str) -> None:
+def test_states_of_layers_without_attention(tiny_bundle_of: Callable[[str, str], Path], family: str) -> None:
     """States after the prompt lie nearly as close as slots, although each was made of all tokens of the prompt.
 
     On machines whose integers are narrow, the first layer's are off by up to 2.3 %, and those behind experts by 20 %.
     """
-    bundle = write_bundle(tmp_path, family, weights=INT4, seed=1)
+    bundle = tiny_bundle_of(family, "int4")
     int8_path = assert_close(bundle, first_layer=0.04, later_layers=0.4)
     own, int8 = (
         {each.output[0]: each.op_type for each in GraphEditor(path).graph.node}

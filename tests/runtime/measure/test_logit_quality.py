@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,7 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
-from edgerun.runtime.measure.logit_quality import (
-    KL_LIMIT,
-    PROMPTS,
-    measure_int8_quality,
-    quality_prompts,
-)
+from edgerun.runtime.measure.logit_quality import KL_LIMIT, PROMPTS, measure_int8_quality, quality_prompts
 from support.tiny_models import write_bundle
 
 CPU = SessionConfig(choose_device("cpu"), 1)
@@ -29,9 +25,9 @@ def bound_to(graph: Path) -> BoundSession:
     return session.bind(session.arena(256))
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("quality"), "llama", weights=INT4, seed=1)
+@pytest.fixture
+def bundle(tiny_bundle_of: Callable[[str, str], Path]) -> Path:
+    return tiny_bundle_of("llama", "int4")
 
 
 def test_a_graph_compared_with_itself_differs_by_nothing(bundle: Path) -> None:
