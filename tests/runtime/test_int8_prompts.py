@@ -28,6 +28,7 @@ from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.int8_prompts import int8_graph_files, prefill_choice, prompt_graph
 from edgerun.runtime.measure import prompt_choice
+from edgerun.runtime.measure.logit_quality import log_softmax
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -125,9 +126,8 @@ def test_what_follows_its_prompts_does_not_depend_on_rejected_drafts(bundle: Pat
             while (base := bound.arena.length) < stop:
                 right = 1 if random is None else min(int(random.integers(1, 6)), stop - base)
                 wrong = [] if random is None else random.integers(5, 300, random.integers(0, 5)).tolist()
-                logits = bound.forward([*PROMPT[base : base + right], *wrong])[:right].astype(np.float64)
-                logits -= logits.max(axis=-1, keepdims=True)
-                rows.append(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
+                logits = bound.forward([*PROMPT[base : base + right], *wrong])[:right]
+                rows.append(log_softmax(logits.astype(np.float64)))
                 bound.arena.commit(right)
         return np.concatenate(rows)
 

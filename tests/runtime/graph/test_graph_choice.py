@@ -73,7 +73,11 @@ def test_each_pass_runs_in_the_graph_that_takes_it(tiny_bundle: Path) -> None:
     wide = WidePasses(lambda: load(tiny_bundle))
     graphs, alone = ChosenGraphs(load(tiny_bundle), (wide,)), load(tiny_bundle)
     bound, expected = graphs.bind(graphs.arena(64)), alone.bind(alone.arena(64))
+    bound.base_only = True
+    assert graphs_run(bound, PROMPT) == [BASE_GRAPH]
     assert "wide" not in graphs.loaded
+    bound.base_only = False
+    bound.arena.rewind_to(0)
     assert graphs_run(bound, PROMPT) == ["wide", "wide", BASE_GRAPH]
     prefill(expected, PROMPT)
     np.testing.assert_allclose(tree_logits(bound), tree_logits(expected), atol=1e-4)
@@ -99,16 +103,6 @@ def test_sequences_share_a_further_graph_and_may_change_their_arena(tiny_bundle:
     assert "wide" not in graphs.loaded
     prefill(graphs.bind(graphs.arena(64)), PROMPT)
     assert wide.loaded == 2
-
-
-def test_the_base_graph_runs_everything_where_it_is_asked_to(tiny_bundle: Path) -> None:
-    wide = WidePasses(lambda: load(tiny_bundle))
-    graphs = ChosenGraphs(load(tiny_bundle), (wide,))
-    bound = graphs.bind(graphs.arena(256))
-    bound.base_only = True
-    assert bound.prefill_width(128, 200) == 128
-    assert graphs_run(bound, PROMPT) == [BASE_GRAPH]
-    assert not wide.loaded
 
 
 def test_a_further_graph_that_cannot_be_loaded_costs_a_line_and_no_answer(

@@ -386,18 +386,15 @@ def test_settings_give_sizes_that_the_graph_leaves_open() -> None:
         assert [tensor.tensor_type.shape_of(5) for tensor in graph_io.cache] == [(1, 2, 5, 16)] * 2
 
 
-def test_the_graph_takes_precedence_over_settings() -> None:
-    metadata = ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99})
-    graph_io = graph_io_of(INPUTS, OUTPUTS, metadata)
-    assert graph_io.vocab_size == 300
-    assert graph_io.cache[0].tensor_type.shape_of(1) == (1, 2, 1, 16)
-
-
 @pytest.mark.parametrize(
-    "genai", [{"decoder": 3}, {"decoder": {"inputs": 3, "outputs": []}}, {"decoder": {"inputs": {"a": 1}}}]
+    "metadata",
+    [
+        ModelMetadata(config={"vocab_size": 7, "num_key_value_heads": 9, "head_dim": 99}),
+        *(ModelMetadata(genai={"decoder": each}) for each in (3, {"inputs": 3, "outputs": []}, {"inputs": {"a": 1}})),
+    ],
 )
-def test_invalid_settings_are_ignored(genai: dict[str, object]) -> None:
-    assert graph_io_of(INPUTS, OUTPUTS, ModelMetadata(genai=genai)).layers == 1
+def test_the_graph_takes_precedence_over_settings_and_invalid_ones_are_ignored(metadata: ModelMetadata) -> None:
+    assert graph_io_of(INPUTS, OUTPUTS, metadata) == graph_io_of(INPUTS, OUTPUTS)
 
 
 @pytest.mark.parametrize("name", LIMITED)

@@ -30,6 +30,7 @@ from edgerun.runtime.int8_prompts.int8_graph_files import (
     int8_graph_path,
     verify_int8_graph,
 )
+from edgerun.runtime.measure.logit_quality import log_softmax
 from edgerun.runtime.prefill import prefill
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
@@ -58,15 +59,14 @@ def read(bound: BoundSession, width: int = 64) -> tuple[np.ndarray, dict[str, np
     """Log-probabilities after the prompt, and by name cache tensors `[kv_heads, slots, head_dim]` and states."""
     arena = bound.arena
     arena.rewind_to(0)
-    logits = prefill(bound, PROMPT, width=width)[0].astype(np.float64)
-    logits -= logits.max()
+    log_probs = log_softmax(prefill(bound, PROMPT, width=width)[0].astype(np.float64))
     tensors = zip(bound.graph_io.cache, arena.buffers.arrays, strict=True)
     kept = {each.past: array[0, :, : len(PROMPT)].copy() for each, array in tensors}
     if arena.states is not None:
         assert arena.states.move_to(arena.length, arena.anchors) == []
         states = [layer.copy() for buffers in arena.states.buffers for layer in buffers.past.states]
         kept |= {each.past: state for each, state in zip(bound.graph_io.states, states, strict=True)}
-    return logits - np.log(np.exp(logits).sum()), {name: values for name, values in kept.items() if values.size}
+    return log_probs, {name: values for name, values in kept.items() if values.size}
 
 
 def assert_close(folder: Path, *, first_layer: float = 0.02, later_layers: float = 0.15) -> Path:

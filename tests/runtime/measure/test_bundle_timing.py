@@ -34,19 +34,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_bundle(folder / str(bits), weights=ExportRecipe(WeightFormat(bits, 32))) for bits in (4, 8)]
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def test_every_bundle_gets_a_time_for_every_width(bundles: list[Path], cache: Path) -> None:
-    times = BundleTimer(threads=1).time_passes(bundles, (1, 4), rounds=2)
-    assert len(times) == len(bundles)
-    assert all(list(by_width) == [1, 4] and min(by_width.values()) > 0 for by_width in times)
-    assert list(cache.glob("timing-*")) == []
-
-
 def test_large_bundles_are_packed_for_the_machine_and_the_copies_are_removed(
     bundles: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

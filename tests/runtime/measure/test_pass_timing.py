@@ -60,7 +60,7 @@ def test_fixed_widths_are_measured_as_they_are(tmp_path: Path, cache: Path) -> N
     assert cost.stairs == tuple(cost.measured[512]) == (1, 3)
     assert [path.name for path in (cache / "pass-cost").iterdir()] == [PASS_COSTS.file(model_key(bundle, CONFIG)).name]
     again = load_or_measure_pass_cost(bundle, CONFIG, bound)
-    assert (again.stairs, again.measurements) == ((1, 3), cost.measurements)
+    assert (again.stairs, again.measured[512]) == ((1, 3), pytest.approx(cost.measured[512]))
     PASS_COSTS.save(model_key(bundle, CONFIG), PassCost({64: {1: 1.0, 4: 2.0}}, stairs=True))
     assert load_or_measure_pass_cost(bundle, CONFIG, bound).stairs == (1, 3), "the graphs were exported anew"
 
@@ -76,16 +76,6 @@ def test_widths_that_do_not_fit_the_context_are_left_out(graph: GraphSession) ->
     bound.arena.commit(3)
     with pytest.raises(ValueError, match="below 3"):
         measure_pass_cost(bound, contexts=[2])
-
-
-def test_pass_cost_is_measured_once_and_stored(tiny_bundle: Path, bound: BoundSession, cache: Path) -> None:
-    bundle = open_bundle(tiny_bundle)
-    assert PASS_COSTS.load(model_key(bundle, CONFIG)) is None
-    first = load_or_measure_pass_cost(bundle, CONFIG, bound)
-    assert [path.suffix for path in (cache / "pass-cost").iterdir()] == [".json"]
-    again = load_or_measure_pass_cost(bundle, CONFIG, bound)
-    assert again.measured[512] == pytest.approx(first.measured[512])
-    assert PASS_COSTS.load(model_key(bundle, dataclasses.replace(CONFIG, threads=2))) is None
 
 
 @pytest.mark.parametrize(
@@ -121,14 +111,14 @@ def test_pass_cost_is_measured_again_if_its_file_is_damaged(
     assert PASS_COSTS.load(key) is not None
 
 
-@pytest.mark.parametrize("change", ["machine", "RUNTIME_VERSION", "default_threads", "power", "model"])
+@pytest.mark.parametrize("change", ["machine", "RUNTIME_VERSION", "default_threads", "threads", "power", "model"])
 def test_each_machine_runtime_mode_and_model_has_its_own_file(
     tiny_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     bundle, config = open_bundle(tiny_bundle), dataclasses.replace(CONFIG, threads=0)
     file = PASS_COSTS.file(model_key(bundle, config))
-    if change == "power":
-        config = dataclasses.replace(config, power=Power.SAVER)
+    if change in ("power", "threads"):
+        config = dataclasses.replace(config, **{change: Power.SAVER if change == "power" else 2})
     elif change == "model":
         bundle = dataclasses.replace(bundle, manifest=None)
     else:

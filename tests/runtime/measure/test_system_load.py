@@ -58,12 +58,9 @@ def test_load_of_other_programs(threads: int, busy_s: float, own_s: float, other
     assert LoadMeter(threads, replay(*times)).is_busy is is_busy
 
 
-def test_a_moment_is_too_short_to_tell() -> None:
+def test_moments_that_are_too_short_and_systems_that_tell_nothing_are_not_busy() -> None:
     assert not LoadMeter(4, replay((0.0, 0.0, 0.0), (0.03, 0.09, 0.03))).is_busy
     assert LoadMeter(4, replay((0.0, 0.0, 0.0), (1.0, 4.0, 1.0))).is_busy
-
-
-def test_systems_that_tell_nothing_are_not_busy() -> None:
     meter = LoadMeter(4, lambda: None)
     assert meter.others() is None
     assert not meter.is_busy
