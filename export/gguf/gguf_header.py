@@ -95,22 +95,6 @@ class _HeaderParser:
         self._size = os.fstat(file.fileno()).st_size
 
     def read(self) -> GgufHeader:
-        self._require_version()
-        tensor_count, key_count = self._count(_MAX_ENTRIES, "the tensors"), self._count(_MAX_ENTRIES, "the keys")
-        metadata: dict[str, Value] = {}
-        for _ in range(key_count):
-            key = self._string(_MAX_NAME_BYTES, "a key")
-            if key in metadata:
-                raise _DamagedError(f"the key {shown(key)} occurs twice")
-            metadata[key] = self._value(key)
-        entries = [self._entry() for _ in range(tensor_count)]
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
-            raise _DamagedError(f"general.alignment is {shown(alignment)}")
-        start = -(-self._file.tell() // alignment) * alignment
-        return GgufHeader(self._path, metadata, self._stored_tensors(entries, start, alignment))
-
-    def _require_version(self) -> None:
         start = self._file.read(8)
         if len(start) < 8 or start[:4] != _MAGIC:
             raise CheckpointError(f"{self._path} is truncated or not a GGUF file", AGAIN)
@@ -123,6 +107,18 @@ class _HeaderParser:
             raise CheckpointError(
                 f"{self._path} has GGUF version {version}", "supported are 2 and 3: convert the model again"
             )
+        tensor_count, key_count = self._count(_MAX_ENTRIES, "the tensors"), self._count(_MAX_ENTRIES, "the keys")
+        metadata: dict[str, Value] = {}
+        for _ in range(key_count):
+            key = self._string(_MAX_NAME_BYTES, "a key")
+            if key in metadata:
+                raise _DamagedError(f"the key {shown(key)} occurs twice")
+            metadata[key] = self._value(key)
+        entries = [self._entry() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
+            raise _DamagedError(f"general.alignment is {shown(alignment)}")
+        return GgufHeader(self._path, metadata, self._stored_tensors(entries, alignment))
 
     def _value(self, key: str) -> Value:
         value_type = self._integer("<I")
@@ -157,8 +153,9 @@ class _HeaderParser:
         return name, shape, self._integer("<I"), self._integer("<Q")
 
     def _stored_tensors(
-        self, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
+        self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int
     ) -> dict[str, StoredTensor]:
+        start = -(-self._file.tell() // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for name, shape, tensor_type, offset in entries:
             if name in tensors:

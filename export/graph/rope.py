@@ -94,18 +94,16 @@ class Yarn:
             high += 0.001  # avoids a division by zero
         interpolated = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
         frequencies = unscaled * (1 - interpolated) + unscaled / self.factor * interpolated
-        return frequencies, self._attention_factor()
+        if self.attention_factor is not None:
+            return frequencies, self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            scale = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
+            return frequencies, scale
+        return frequencies, _magnitude(self.factor, 1.0)
 
     def _pair_at(self, turns: float, base: float, dim: int) -> float:
         """Return the (fractional) channel pair that makes that many turns over the original context."""
         return dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    def _attention_factor(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
-        return _magnitude(self.factor, 1.0)
 
 
 @dataclass(frozen=True)

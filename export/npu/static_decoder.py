@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from ...models.graph_variant import DeviceKind, Precision, VariantFile
 from ...models.manifest import FileDigest
@@ -66,37 +66,27 @@ def build_static_graph(
     nodes = StaticNodes(config, plan, weights, shape.width)
     _Decoder(nodes, shape, positions, context).append()
     used = {name for node in nodes.protos for name in node.input}
+    int32, float16, declare = TensorProto.INT32, TensorProto.FLOAT16, helper.make_tensor_value_info
+    width, rows = shape.width, shape.logit_rows
+    masks = dict.fromkeys(mask_name(layer.window) for layer in config.attention)
     graph = GraphProto(
         name="decoder",
         node=nodes.protos,
         initializer=[proto for name, proto in weights.protos.items() if name in used],
-        input=_inputs(config, shape),
-        output=_outputs(config, shape),
+        input=[
+            *(declare(name, int32, [1, width]) for name in ("input_ids", "position_ids")),
+            *(declare(mask, float16, [1, 1, width, shape.capacity + width]) for mask in masks),
+            *([declare(LOGIT_ROWS, int32, [1])] if rows != width else []),
+            *inputs_outputs.caches(config, inputs_outputs.past_cache, shape.capacity, float16),
+        ],
+        output=[
+            declare(NEXT_IDS, int32, [rows]),
+            declare(inputs_outputs.LOGITS, float16, [rows, config.vocab_size]),
+            *inputs_outputs.caches(config, inputs_outputs.present_cache, width, float16),
+        ],
         value_info=nodes.shapes,
     )
     return as_model(graph)
-
-
-def _inputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
-    width, capacity, declare = shape.width, shape.capacity, helper.make_tensor_value_info
-    masks = dict.fromkeys(mask_name(layer.window) for layer in config.attention)
-    rows = [declare(LOGIT_ROWS, TensorProto.INT32, [1])] if shape.logit_rows != width else []
-    return [
-        declare("input_ids", TensorProto.INT32, [1, width]),
-        declare("position_ids", TensorProto.INT32, [1, width]),
-        *(declare(mask, TensorProto.FLOAT16, [1, 1, width, capacity + width]) for mask in masks),
-        *rows,
-        *inputs_outputs.caches(config, inputs_outputs.past_cache, capacity, TensorProto.FLOAT16),
-    ]
-
-
-def _outputs(config: DecoderConfig, shape: StaticShape) -> list[ValueInfoProto]:
-    rows, declare = shape.logit_rows, helper.make_tensor_value_info
-    return [
-        declare(NEXT_IDS, TensorProto.INT32, [rows]),
-        declare(inputs_outputs.LOGITS, TensorProto.FLOAT16, [rows, config.vocab_size]),
-        *inputs_outputs.caches(config, inputs_outputs.present_cache, shape.width, TensorProto.FLOAT16),
-    ]
 
 
 class _Decoder:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...errors import BundleError
 from .attention_pattern import Attention, find_attention
 from .editable import MICROSOFT, EditableGraph
+from .graph_parts import unsupported
 from .plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from .rotary_pattern import RotaryTable, Rotation, find_rotation
 from .subgraph_runner import SubgraphRunner, channels
@@ -41,10 +41,9 @@ def fuse_operators(graph: EditableGraph, context: int) -> None:
     layers = find_attention(runner, context)
     for attention in layers:
         if attention.head_dim % _HEAD_MULTIPLE:
-            raise BundleError(
+            raise unsupported(
                 f"the model's heads have {attention.head_dim} channels, "
-                f"and fused attention requires a multiple of {_HEAD_MULTIPLE}",
-                "run it as it is",
+                f"and fused attention requires a multiple of {_HEAD_MULTIPLE}"
             )
     tables: dict[RotaryTable, tuple[str, str]] = {}
     rotations = []

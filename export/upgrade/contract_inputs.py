@@ -20,7 +20,7 @@ from ..graph import inputs_outputs
 from .attention_pattern import sliding_window
 from .decoder_io import MASK, POSITIONS, TOKENS, CacheTensor, PassShape
 from .editable import EditableGraph, Node
-from .graph_parts import Array
+from .graph_parts import Array, unsupported
 from .subgraph_runner import SubgraphRunner
 
 BIAS: Final = "attention_bias"
@@ -112,9 +112,7 @@ def window_of_bias(runner: SubgraphRunner, bias: str, context: int) -> int:
     Raises:
         BundleError: the bias does something else, such as ALiBi.
     """
-    unknown = BundleError(
-        "the model adds something to its attention scores that is neither a mask nor a window", "run it as it is"
-    )
+    unknown = unsupported("the model adds something to its attention scores that is neither a mask nor a window")
 
     def visible(lengths: PassShape) -> Array:
         value = np.asarray(runner.run([bias], lengths)[bias], np.float64)
@@ -144,7 +142,7 @@ def _attention_shape(
         for node, cache in zip(layers, caches[::2], strict=True)
     }
     if len(shapes) != 1:
-        raise BundleError("the model's layers differ in the number or size of their heads", "run it as it is")
+        raise unsupported("the model's layers differ in the number or size of their heads")
     ((heads, kv_heads, size),) = shapes
     if not size:
         raise BundleError("the model does not say how many channels a head has", "put its config.json beside it")
@@ -171,7 +169,7 @@ def _window(node: Node, of_bias: int, context: int) -> int:
     if not node.attribute("causal", 1):
         raise BundleError("the model's attention is not causal", "give a decoder")
     if node.input(12) or node.input(13):
-        raise BundleError("the model's key-value cache is quantized to integers", "run it as it is")
+        raise unsupported("the model's key-value cache is quantized to integers")
     windows = (node.attribute("local_window_size", -1), of_bias)
     return min((window for window in windows if 0 < window < context), default=0)
 
@@ -248,9 +246,7 @@ def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
                 continue
             if node.op != "Shape":
                 what = "mask" if name == MASK else "cache"
-                raise BundleError(
-                    f"the model's {node.op} node {node.name} reads its {what} in an unknown way", "run it as it is"
-                )
+                raise unsupported(f"the model's {node.op} node {node.name} reads its {what} in an unknown way")
             if name == MASK:
                 total = graph.value("Reshape", [_total(graph), [1]], name="mask.total")
                 sizes: list[str | Sequence[int]] = [[1], total]

@@ -17,14 +17,13 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 from ...errors import BundleError
 from ..graph import inputs_outputs
 from .editable import EditableGraph, Node
-from .graph_parts import FLOATS, Array, Tensor
+from .graph_parts import FLOATS, Array, Tensor, unsupported
 
 TOKENS: Final = "input_ids"
 MASK: Final = "attention_mask"
 POSITIONS: Final = "position_ids"
 
 _INTEGERS: Final = (TensorProto.INT64, TensorProto.INT32)
-_RUN_AS_IT_IS: Final = "run it as it is"
 _GATHERS: Final = ("Gather", "GatherBlockQuantized")
 _BEFORE_GATHER: Final = ("Cast", "Clip", "Reshape", "Where")
 """Operators that may stand between token ids and the embedding lookup."""
@@ -90,7 +89,7 @@ def take_cached_branch(model: ModelProto) -> None:
             each.name for each in graph.initializer
         ]
         if len(set(names)) != len(names):
-            raise BundleError("names in the model's branches clash", _RUN_AS_IT_IS)
+            raise unsupported("names in the model's branches clash")
 
 
 def input_value(info: ValueInfoProto, lengths: PassShape) -> Array:
@@ -103,7 +102,11 @@ def input_value(info: ValueInfoProto, lengths: PassShape) -> Array:
     declared = [each.dim_value for each in info.type.tensor_type.shape.dim]
     ones = [max(size, 1) for size in declared]
     if info.name == MASK:
-        value = _mask(dtype, len(declared), lengths)
+        value: Array = np.ones((1, lengths.total))
+        if len(declared) == 4:  # scores to add (floats), or whether a slot counts
+            slots = np.arange(lengths.total)
+            seen = slots <= slots[lengths.past :, None]
+            value = (np.where(seen, 0, _MASKED) if dtype.kind == "f" else seen)[None, None]
     elif info.name == POSITIONS:
         positions = np.arange(lengths.past, lengths.total)
         value = np.broadcast_to(positions, (*([1] if len(declared) < 3 else [3, 1]), lengths.new))
@@ -118,16 +121,6 @@ def input_value(info: ValueInfoProto, lengths: PassShape) -> Array:
     else:  # a flag, or a number of logits to keep
         value = np.full(ones, lengths.new)
     return value.astype(dtype)
-
-
-def _mask(dtype: np.dtype[np.generic], rank: int, lengths: PassShape) -> Array:
-    """Ones [1, total]; or, for rank 4, [1, 1, new, total] of scores to add (floats), or of whether a slot counts."""
-    if rank != 4:
-        return np.ones((1, lengths.total), dtype)
-    slots = np.arange(lengths.total)
-    seen = slots <= slots[lengths.past :, None]
-    cells = np.where(seen, 0, _MASKED) if dtype.kind == "f" else seen
-    return cells.astype(dtype)[None, None]
 
 
 def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyType({})) -> tuple[CacheTensor, ...]:
@@ -162,9 +155,8 @@ def identify_io(graph: EditableGraph, names: Mapping[str, str] = MappingProxyTyp
     caches = tuple(cache for node in attentions for cache in _caches_of(graph, node)) or joined_caches(graph)
     if not caches:
         if any(len(graph.shape(name) or ()) >= 3 and graph.element_type(name) in FLOATS for name in graph.inputs):
-            raise BundleError(
-                "the model's cache does not consist of key and value tensors to which new slots are appended",
-                _RUN_AS_IT_IS,
+            raise unsupported(
+                "the model's cache does not consist of key and value tensors to which new slots are appended"
             )
         raise BundleError(
             "the model has no key-value cache among its inputs and outputs", "export it again with a cache (with past)"
@@ -210,10 +202,7 @@ def find_lm_head(graph: EditableGraph) -> Node:
         if node is not None and node.op in _HEADS and constant_inputs(graph, node):
             return node
         if node is None or node.op not in _AFTER_THE_HEAD:
-            raise BundleError(
-                "the model has no LM head: its logits are not a product of a matrix and hidden states",
-                "run it as it is",
-            )
+            raise unsupported("the model has no LM head: its logits are not a product of a matrix and hidden states")
         name = next((each for each in node.inputs if each and each not in graph.tensors), "")
 
 
@@ -243,13 +232,11 @@ def _caches_of(graph: EditableGraph, node: Node) -> tuple[CacheTensor, CacheTens
     caches = tuple(CacheTensor(node.input(3 + half), node.output(1 + half)) for half in (0, 1))
     for cache in caches:
         if cache.past not in graph.inputs or cache.present not in graph.outputs:
-            raise BundleError(
-                f"the attention {node.name or node.output(0)} keeps its cache inside the graph", _RUN_AS_IT_IS
-            )
+            raise unsupported(f"the attention {node.name or node.output(0)} keeps its cache inside the graph")
         if graph.element_type(cache.past) not in FLOATS:
-            raise BundleError("the model's key-value cache is quantized to integers", _RUN_AS_IT_IS)
+            raise unsupported("the model's key-value cache is quantized to integers")
         if any(each.op == node.op and each is not node for each in graph.consumers(cache.past)):
-            raise BundleError("two layers of the model share a cache", _RUN_AS_IT_IS)
+            raise unsupported("two layers of the model share a cache")
     return caches[0], caches[1]
 
 
@@ -258,9 +245,7 @@ def _rename_only(graph: EditableGraph, wanted: str, candidates: list[str]) -> No
     if wanted in graph.inputs or not candidates:
         return
     if len(candidates) > 1:
-        raise BundleError(
-            f"the model has several inputs that could be {wanted}: {', '.join(candidates)}", _RUN_AS_IT_IS
-        )
+        raise unsupported(f"the model has several inputs that could be {wanted}: {', '.join(candidates)}")
     graph.rename(candidates[0], graph.fresh(wanted))
 
 

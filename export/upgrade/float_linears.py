@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto, numpy_helper
 
-from ...errors import BundleError
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import in_order
 from ..quantization.codes import blocks_of, quantize_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
 from .editable import MICROSOFT, EditableGraph, Node
-from .graph_parts import FLOATS, Array, Computed, Source, Tensor
+from .graph_parts import FLOATS, Array, Computed, Source, Tensor, unsupported
 from .quantized_linears import quantized_linear
 
 Float32Array = npt.NDArray[np.float32]
@@ -227,7 +226,7 @@ def widen(graph: EditableGraph) -> bool:
 def _retype(graph: EditableGraph, node: Node) -> None:
     """Replace a half-precision type in the attributes of a node by float32."""
     if any(name in node.attributes for name in ("then_branch", "body")):
-        raise BundleError("the model has half precision and branches", "run it as it is")
+        raise unsupported("the model has half precision and branches")
     if node.op == "Cast" and node.attribute("to") in _HALVES:
         graph.set_attribute(node, "to", TensorProto.FLOAT)
     value = node.attribute("value") if node.op == "ConstantOfShape" else None

@@ -247,6 +247,11 @@ def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:
     return count * dtype.itemsize
 
 
+def unsupported(what: str) -> BundleError:
+    """The error for a model that cannot be upgraded, but that the runtime may open."""
+    return BundleError(what, "run it as it is")
+
+
 def _damaged(name: str, what: str) -> BundleError:
     return BundleError(f"the model's constant {name} is damaged: it has {what}", "copy the whole model again")
 

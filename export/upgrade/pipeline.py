@@ -41,7 +41,7 @@ from .describe import (
 )
 from .editable import EditableGraph, Node
 from .float_linears import quantize_linears, widen
-from .graph_parts import in_place, read_model, to_file
+from .graph_parts import in_place, read_model, to_file, unsupported
 from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
 from .quantized_linears import (
     absorb_biases,
@@ -102,10 +102,9 @@ def upgrade_model(
         try:
             manifest = _write(staging, foreign, recipe, progress, command, notes)
         except _GRAPH_ERRORS as error:
-            raise BundleError(
+            raise unsupported(
                 f"the graph in {foreign.graph} is damaged or of an unknown kind "
-                f"({type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]})",
-                "run it as it is",
+                f"({type(error).__name__}: {str(error)[:_SHOWN_CHARACTERS]})"
             ) from error
         if recipe.device == DeviceChoice.GPU:
             notes += write_gpu_variants(staging, progress)
@@ -257,7 +256,7 @@ def _require_upgradable(graph: EditableGraph, source: Bundle) -> None:
             f"the model has opset {graph.opsets['']}, older than {_OLDEST_OPSET}", "export it again with a later opset"
         )
     if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
-        raise BundleError("the model follows edge-run's graph contract already", "run it as it is")
+        raise unsupported("the model follows edge-run's graph contract already")
     states = states_by_key([GraphValue(name, "", ()) for name in graph.inputs], decoder_inputs(source), "past")
     if states:
         name = next(iter(states.values())).name

@@ -12,11 +12,11 @@ from typing import Final
 
 from onnx import TensorProto, helper
 
-from ...errors import BundleError
 from ..graph import inputs_outputs
 from .decoder_io import constant_inputs, find_lm_head, stored_constant
 from .editable import EditableGraph, Node
 from .float_linears import matrix_of
+from .graph_parts import unsupported
 
 SELECTED: Final = "logit_rows"
 
@@ -52,7 +52,12 @@ def select_positions(graph: EditableGraph) -> None:
     for node in region:
         graph.set_inputs(node, [gathered.get(name, name) for name in node.inputs])
     graph.set_input(head, 0, graph.value("Squeeze", [head.input(0), [0]], name="head.rows"))  # [R, hidden]
-    width = _width(graph, head)
+    width = head.attribute("N")
+    if head.op not in ("MatMulNBits", "MatMulBnb4"):
+        matrix = matrix_of(graph, head)
+        if matrix is None:
+            raise unsupported("the weights of the model's LM head are not a constant matrix")
+        width = matrix.shape[0]
     logits = inputs_outputs.LOGITS
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.value("Cast", [logits], name="logits.float", to=TensorProto.FLOAT)
@@ -102,12 +107,3 @@ def _remove_last_position_only(graph: EditableGraph, head: Node) -> None:
     if any(each.op in ("Gather", "Slice", "GatherND") for each in chain):
         graph.set_input(head, 0, chain[-1].input(0))
         graph.sweep()
-
-
-def _width(graph: EditableGraph, head: Node) -> int:
-    if head.op in ("MatMulNBits", "MatMulBnb4"):
-        return int(head.attribute("N"))
-    matrix = matrix_of(graph, head)
-    if matrix is None:
-        raise BundleError("the weights of the model's LM head are not a constant matrix", "run it as it is")
-    return matrix.shape[0]

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from ...errors import BundleError, ExportError
 from .editable import EditableGraph, Node
+from .graph_parts import unsupported
 from .subgraph_runner import run_part
 
 _PAST: Final = 5
@@ -111,4 +112,4 @@ def _part_shape(graph: EditableGraph, name: str, value: str) -> tuple[int, ...]:
 
 
 def _unknown_structure(cache: str) -> BundleError:
-    return BundleError(f"the structure of the model's cache {cache} is unknown", "run it as it is")
+    return unsupported(f"the structure of the model's cache {cache} is unknown")
