@@ -65,7 +65,7 @@ NOT_RUN: Final = {
 }
 """Beginnings of commands that do not run here, and why."""
 NIGHTLY: Final = (
-    *("verify my-model", "bench my-model", "--overflow window", "--clients 1 2 4 8"),
+    *("verify my-model", "bench my-model", "tune my-model", "--overflow window", "--clients 1 2 4 8"),
     *("--weights mixed --budget 3.5bpw", "--plan plan.toml", "--method gptq"),
     "--draft SMALL_CHECKPOINT",
 )

@@ -11,7 +11,6 @@ import pytest
 
 import edgerun
 from edgerun.models.bundle import open_bundle
-from support import simulated_platform
 
 LIGHT = {"edgerun", "edgerun.telemetry", "edgerun.version"}
 
@@ -60,7 +59,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_module_is_imported_on_other_platforms() -> None:
-    command = [sys.executable, simulated_platform.__file__, "darwin", "win32"]
+    program = ROOT / "tests" / "support" / "simulated_platform.py"
+    command = [sys.executable, program, "darwin", "win32"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 

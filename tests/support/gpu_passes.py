@@ -41,7 +41,20 @@ def passes(graph: GraphSession) -> Passes:
     logits, best, base = [], [], 0
     for tokens, depths in ((PROMPT, range(len(PROMPT))), ((40,), (0,)), (TREE.token_ids, TREE.depths)):
         mask = TREE.mask if tokens is TREE.token_ids else np.tri(len(tokens), dtype=np.bool_)
-        feeds = _feeds(graph, np.array(tokens), base + np.array(depths, np.int64), base, mask)
+        positions, total = base + np.array(depths, np.int64), base + len(tokens)
+        bias = np.zeros((1, 1, len(tokens), total), np.float32)
+        bias[0, 0, :, base:][~mask] = _BLOCKED
+        feeds: dict[str, npt.NDArray[Any]] = {
+            "input_ids": np.array(tokens)[None],
+            "position_ids": positions[None],
+            "attention_bias": bias,
+            "seqlens_k": np.array([total - 1], np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "logit_rows": np.arange(len(tokens)),
+        }
+        distances = positions[:, None] - np.concatenate([np.arange(base), positions])
+        for window, value in graph.graph_io.window_biases.items():
+            feeds[value.name] = np.where(distances >= window, _BLOCKED, bias)
         found = dict(zip(names, session.run(names, {**feeds, **cache}), strict=True))
         cache = {each.past: found[each.present] for each in graph.graph_io.cache}
         logits.append(found["logits"])
@@ -49,27 +62,3 @@ def passes(graph: GraphSession) -> Passes:
         base += len(tokens)
     ranking = None if best[0] is None or best[1] is None else np.concatenate([best[0], best[1]])
     return Passes(np.concatenate(logits[:2]), logits[2], ranking)
-
-
-def _feeds(
-    graph: GraphSession,
-    tokens: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    base: int,
-    mask: npt.NDArray[np.bool_],
-) -> dict[str, npt.NDArray[Any]]:
-    total = base + tokens.size
-    bias = np.zeros((1, 1, tokens.size, total), np.float32)
-    bias[0, 0, :, base:][~mask] = _BLOCKED
-    feeds: dict[str, npt.NDArray[Any]] = {
-        "input_ids": tokens[None],
-        "position_ids": positions[None],
-        "attention_bias": bias,
-        "seqlens_k": np.array([total - 1], np.int32),
-        "total_sequence_length": np.array(total, np.int32),
-        "logit_rows": np.arange(tokens.size),
-    }
-    keys = np.concatenate([np.arange(base), positions])
-    for window, value in graph.graph_io.window_biases.items():
-        feeds[value.name] = np.where(positions[:, None] - keys >= window, _BLOCKED, bias)
-    return feeds

@@ -90,12 +90,8 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.seen: list[Seen] = []
         self.faults = Faults()
-        hub = self
-
-        class Handler(_Handler):
-            server_hub = hub
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler,), {"server_hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
 

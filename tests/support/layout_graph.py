@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -153,35 +154,20 @@ def _cache_names(layout: Layout, side: str, layer: int) -> list[str]:
     return [layout.name_of(name, layer) for name in names]
 
 
+@dataclass
 class _Pass:
-    """Writes one pass of the decoder into a graph or a branch.
+    """Writes one pass of the decoder into a graph or a branch."""
 
-    Args:
-        layout: the layout.
-        weights: weights by their Hugging Face names.
-        nodes: nodes of the graph or branch.
-        output_names: names of the outputs in this graph or branch.
-        cached: whether the graph takes caches.
-    """
+    layout: Layout
+    weights: Mapping[str, npt.NDArray[np.float32]]
+    nodes: Nodes
+    output_names: Mapping[str, str]
+    cached: bool
 
-    def __init__(
-        self,
-        layout: Layout,
-        weights: Mapping[str, npt.NDArray[np.float32]],
-        nodes: Nodes,
-        output_names: Mapping[str, str],
-        cached: bool,
-    ) -> None:
-        self.layout, self.weights, self.nodes, self.output_names, self.cached = (
-            layout,
-            weights,
-            nodes,
-            output_names,
-            cached,
-        )
-        self.fused = layout.attention is Attention.FUSED
-        self.half = layout.cache_type is CacheType.FLOAT16
-        self.positions = None if layout.positions is Positions.LENGTH else layout.name_of("position_ids")
+    def __post_init__(self) -> None:
+        self.fused = self.layout.attention is Attention.FUSED
+        self.half = self.layout.cache_type is CacheType.FLOAT16
+        self.positions = None if self.layout.positions is Positions.LENGTH else self.layout.name_of("position_ids")
         # Numbers of cached tokens (None without a cache), of new ones and of both, each int64 [1].
         self.past: str | None = None
         self.new = self.total = ""

@@ -173,6 +173,8 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "community-unfused": replace(OPTIMUM, subfolder="onnx"),
 }
 
+_SIDES: Final = {"past": "past_key_values", "present": "present"}
+"""Beginnings of the names of caches, of inputs and of outputs."""
 _GENAI_STATES: Final = {
     f"{side}_{state}.{{}}": f"{side}.{{}}.{state}" for side in ("past", "present") for state in ("conv", "recurrent")
 }
@@ -338,26 +340,19 @@ def genai_config(layout: Layout) -> dict[str, Any]:
         del names["attention_mask"]
         names |= {"past_sequence_length": "past_seq_len", "total_sequence_length": "total_seq_len"}
     caches = {
-        Cache.STACKED: (["past_names"], ["past_{}"], ["present_names"], ["present_{}"]),
-        Cache.NUMBERED: (
-            *(["past_key_names", "past_value_names"], ["past_keys_{}", "past_values_{}"]),
-            *(["present_key_names", "present_value_names"], ["present_keys_{}", "present_values_{}"]),
-        ),
-    }.get(
-        layout.cache,
-        (
-            *(["past_key_names", "past_value_names"], ["past_key_values.{}.key", "past_key_values.{}.value"]),
-            *(["present_key_names", "present_value_names"], ["present.{}.key", "present.{}.value"]),
-        ),
-    )
+        Cache.STACKED: {"past": "past_{}", "present": "present_{}"},
+        Cache.NUMBERED: {f"{side}_{half}": f"{side}_{half}s_{{}}" for side in _SIDES for half in ("key", "value")},
+    }.get(layout.cache) or {
+        f"{side}_{half}": f"{stem}.{{}}.{half}" for side, stem in _SIDES.items() for half in ("key", "value")
+    }
 
     def pattern(name: str) -> str:
         return layout.names.get(name, name).replace("{}", "%d")
 
     inputs = {key: pattern(name) for key, name in names.items()}
-    inputs |= {key: pattern(name) for key, name in zip(caches[0], caches[1], strict=True)}
     outputs = {"logits": pattern("logits")}
-    outputs |= {key: pattern(name) for key, name in zip(caches[2], caches[3], strict=True)}
+    for key, name in caches.items():
+        (inputs if key.startswith("past") else outputs)[f"{key}_names"] = pattern(name)
     for state in state_shapes(layout):
         kind = state.removesuffix(".{}")
         inputs[f"past_{kind}_names"] = pattern(f"past_{state}")

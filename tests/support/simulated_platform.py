@@ -14,10 +14,9 @@ import socket
 import sys
 import types
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-ROOMS = ("edge", "export", "runtime", "models")
+from source_tree import name_of, sources
+
 # https://docs.python.org/3/library: "Availability: Unix"
 NOT_ON_WINDOWS = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
 ONLY_ON_WINDOWS = ("_winapi", "msvcrt", "winreg")
@@ -28,13 +27,6 @@ POSIX_NAMES = {
     "pthread_sigmask setitimer sigwait",
     socket: "AF_UNIX",
 }
-
-
-def modules() -> list[str]:
-    """Names of all modules of the package."""
-    files = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    names = [".".join(("edgerun", *path.relative_to(ROOT).with_suffix("").parts)) for path in files]
-    return ["edgerun", "edgerun.errors", *sorted(name.removesuffix(".__init__") for name in names)]
 
 
 def importable(name: str) -> bool:
@@ -64,7 +56,8 @@ def pretend(platform: str) -> None:
 
 def main(platforms: Sequence[str]) -> int:
     """Import everything here and as on each platform; return 1 if a module of the package failed."""
-    names = [name for name in modules() if importable(name)]
+    modules = ("edgerun", "edgerun.errors", *(".".join(("edgerun", *name_of(path))) for path in sources()))
+    names = [name for name in modules if importable(name)]
     failed = False
     for platform in platforms:
         for name in [name for name in sys.modules if name.partition(".")[0] == "edgerun"]:

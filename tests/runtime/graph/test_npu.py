@@ -29,8 +29,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(call: str, *arguments: object, cache: Path | None = None) -> object:
-    """Call a function of `support.npu_runs` in a process of its own, with a cache folder of its own if one is given."""
-    script = f"import json, sys\nfrom support import npu_runs\nprint(json.dumps(npu_runs.{call}))"
+    """Call a function of `support.static_bundles` in a new process, with its own cache folder if one is given."""
+    script = f"import json, sys\nfrom support import static_bundles\nprint(json.dumps(static_bundles.{call}))"
     environment = {} if cache is None else {"EDGERUN_CACHE": str(cache)}
     return run_json_script(script, *arguments, environment=environment)
 
