@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,7 +18,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.http_messages import RefusedError
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
-from support.app_server import RunningApp, messages_of, new_conversation, post, read, running_app, send, window
+from support.app_server import RunningApp, new_conversation, post, read, running_app, send, window
 from support.waiting import wait_until
 
 
@@ -106,26 +104,3 @@ def test_an_answer_that_is_resumed_twice_at_once_goes_on_once(generations: Gener
     with pytest.raises(RefusedError):
         generations.resume(ended, question)
     assert len(store.message(answer.id).content) > len(ended.content)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="sends signals of POSIX systems")
-def test_an_answer_is_there_after_the_app_was_killed(tmp_path: Path, endless_bundle: Path) -> None:
-    with ExitStack() as stack:
-        app = stack.enter_context(running_app(tmp_path, endless_bundle, "--draft", "none"))
-        client = stack.enter_context(app.entered())
-        page = stack.enter_context(window(app, client.cookies))
-        conversation = new_conversation(client)
-        answer = send(client, conversation, "hello")["id"]
-        page.wait(lambda: page.of("delta", answer), "the answer begins")
-        before = page.text(answer)
-        # They are kept from time to time.
-        wait_until(lambda: len(client.get(f"/api/messages/{answer}/tokens").json()["tokens"]) > 10)
-        app.process.kill()
-        app.process.wait()
-    with running_app(tmp_path, endless_bundle, "--draft", "none") as app, app.entered() as client:
-        kept = messages_of(client, conversation)[answer]
-        assert kept["state"] == "interrupted"
-        tokens = client.get(f"/api/messages/{answer}/tokens").json()["tokens"]
-        assert len(tokens) > 10
-        assert kept["content"].startswith("".join(token["text"] for token in tokens[:10]))
-        assert kept["content"].startswith(before)

@@ -207,24 +207,6 @@ def test_a_branch_at_the_end_token_ends_there(page: Window) -> None:
     assert tokens_of(page.client, branch["id"]) == tokens[: ends[0]]
 
 
-def test_editing_a_message_of_the_user(page: Window) -> None:
-    conversation = new_conversation(page.client, sampling={"max_tokens": 4})
-    answer = answered(page, conversation, "first")
-    path = f"/api/messages/{answer['parent']}/edit"
-    edited = post(page.client, path, content="second", branch=True)
-    assert edited["message"]["parent"] is None
-    assert edited["answer"]["parent"] == edited["message"]["id"]
-    page.wait_for_end(edited["answer"]["id"])
-    assert len(messages_of(page.client, conversation)) == 4
-    assert "answer" not in post(page.client, path, content="third", branch=False)
-    kept = messages_of(page.client, conversation)
-    assert kept[answer["parent"]]["content"] == "third"
-    assert kept[answer["id"]]["content"] == answer["content"]
-    beside = post(page.client, f"/api/messages/{answer['id']}/edit", content="mine", branch=True)
-    assert (beside["message"]["parent"], beside["message"]["role"]) == (answer["parent"], "assistant")
-    assert "answer" not in beside
-
-
 @pytest.mark.parametrize("deleted", ["message", "conversation"])
 def test_an_answer_that_is_written_is_changed_by_nobody_and_ends_when_deleted(page: Window, deleted: str) -> None:
     conversation = new_conversation(page.client, model="endless")

@@ -19,6 +19,7 @@ from edgerun.edge.conversations.store import ConversationStore
 from support.app_server import running_app
 from support.browser import browser_page, look
 from support.chat_page import ChatPage, OpenedApp, opened
+from support.waiting import wait_until
 
 DAY_S = 86_400
 
@@ -218,8 +219,10 @@ def test_nothing_is_lost_when_the_app_ends_and_starts_again(
         chat = ChatPage(window.page)
         chat.send("hello")
         chat.begun()
-        written = "length => document.querySelector('.assistant .md').innerText.length > length"
-        chat.page.wait_for_function(written, arg=200)
+        # Tokens are kept from time to time.
+        kept = "async (id) => (await (await fetch(`/api/messages/${id}/tokens`)).json()).tokens.length > 10"
+        id_ = chat.answers.last.get_attribute("data-message")
+        wait_until(lambda: bool(chat.page.evaluate(kept, id_)))
         app.process.kill()
         banner = chat.page.get_by_role("alert").filter(has_text="The edge-run app has ended; start it again.")
         expect(banner).to_be_visible()
@@ -228,6 +231,7 @@ def test_nothing_is_lost_when_the_app_ends_and_starts_again(
             expect(banner).to_have_count(0)
             answer = chat.in_state("interrupted")
             expect(answer.get_by_role("button", name="Continue")).to_be_visible()
+            expect(answer.locator(".md")).not_to_be_empty()
             expect(chat.messages.first).to_contain_text("hello")
             expect(chat.composer).to_have_value("a thought meanwhile")
             chat.page.reload()
