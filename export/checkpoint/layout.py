@@ -67,14 +67,33 @@ class _Mixer(NamedTuple):
 
 def _mixer(config: DecoderConfig, index: int) -> _Mixer:
     """The attention of a layer, or what it has in its place."""
-    states, hidden = config.state_layers, config.hidden_size
+    states, hidden, linear = config.state_layers, config.hidden_size, f"layers.{index}"
     match states if states is not None and states.layers[index] else None:
-        case ConvolutionConfig() as convolution:
-            return _convolution(convolution, index, hidden)
-        case DeltaNetConfig() as delta_net:
-            return _delta_net(delta_net, index, hidden)
-        case Mamba2Config() as mamba:
-            return _mamba(mamba, index, hidden)
+        case ConvolutionConfig() as settings:
+            module, biased = f"model.layers.{index}.conv", settings.biased
+            inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
+            output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
+            bias = f"{module}.conv.bias" if biased else None
+            weights = StateWeights(settings, f"{module}.conv.weight", hidden, bias=bias)
+            return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
+        case DeltaNetConfig() as settings:
+            module = f"model.layers.{index}.linear_attn"
+            projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
+            gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
+            rows = (settings.convolved, settings.value_width)
+            inputs = _fused(f"{linear}.delta_in", module, projections, rows, hidden)
+            # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
+            exact = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
+            output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
+            return _Mixer(inputs, output, states=_recurrent(settings, module, settings.value_dim), gates=exact)
+        case Mamba2Config() as settings:
+            module, biased, width = f"model.layers.{index}.mamba", settings.biased, settings.value_width
+            total = width + settings.convolved + settings.value_heads
+            inputs = FusedLinear(f"{linear}.mamba_in", (f"{module}.in_proj",), (total,), hidden, biased)
+            output = FusedLinear(f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), width, biased)
+            bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
+            recurrent = _recurrent(settings, module, width, bias=bias, skip=f"{module}.D")
+            return _Mixer(inputs, output, states=recurrent)
     return _attention(config, index)
 
 
@@ -96,38 +115,6 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
         query_norm=_head_norm(config, index, query_norm, query_width),
         key_norm=None if parts == 1 else _head_norm(config, index, key_norm, kv_width),
     )
-
-
-def _convolution(convolution: ConvolutionConfig, index: int, hidden: int) -> _Mixer:
-    linear, module = f"layers.{index}", f"model.layers.{index}.conv"
-    biased = convolution.biased
-    inputs = FusedLinear(f"{linear}.conv_in", (f"{module}.in_proj",), (3 * hidden,), hidden, biased)
-    output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
-    weights = StateWeights(convolution, f"{module}.conv.weight", hidden, bias=f"{module}.conv.bias" if biased else None)
-    return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
-
-
-def _delta_net(settings: DeltaNetConfig, index: int, hidden: int) -> _Mixer:
-    linear, module = f"layers.{index}", f"model.layers.{index}.linear_attn"
-    projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
-    gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
-    inputs = _fused(f"{linear}.delta_in", module, projections, (settings.convolved, settings.value_width), hidden)
-    # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
-    gate_inputs = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
-    output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
-    return _Mixer(inputs, output, states=_recurrent(settings, module, settings.value_dim), gates=gate_inputs)
-
-
-def _mamba(settings: Mamba2Config, index: int, hidden: int) -> _Mixer:
-    linear, module = f"layers.{index}", f"model.layers.{index}.mamba"
-    rows = settings.value_width + settings.convolved + settings.value_heads
-    inputs = FusedLinear(f"{linear}.mamba_in", (f"{module}.in_proj",), (rows,), hidden, settings.biased)
-    output = FusedLinear(
-        f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), settings.value_width, settings.biased
-    )
-    bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
-    states = _recurrent(settings, module, settings.value_width, bias=bias, skip=f"{module}.D")
-    return _Mixer(inputs, output, states=states)
 
 
 def _recurrent(settings: RecurrentConfig, module: str, norm_width: int, **others: Any) -> StateWeights:

@@ -52,7 +52,14 @@ def config_settings(
         CheckpointError: the file has another architecture, lacks a key, or needs something that is not supported.
     """
     name = architecture(metadata)
-    _require_neutral(metadata, name)
+    for setting, neutral in _NEUTRAL_VALUES.items():
+        value = metadata.number(f"{name}.{setting}")
+        if value not in (None, 0, neutral):
+            raise metadata.wrong(
+                f"{name}.{setting} is {value:g}, which is not supported", "export the model's Hugging Face checkpoint"
+            )
+    if metadata.flag(f"{name}.attention.causal") is False:
+        raise metadata.wrong("the model's attention is not causal", "only language models can be exported")
     hidden = metadata.required_count(f"{name}.embedding_length")
     heads = metadata.required_count(f"{name}.attention.head_count")
     head_dim = _head_dim(metadata, name, hidden // heads)
@@ -94,17 +101,6 @@ def architecture(metadata: GgufHeader) -> str:
             f"supported are {', '.join(ARCHITECTURES)}: export the model's Hugging Face checkpoint instead",
         )
     return name
-
-
-def _require_neutral(metadata: GgufHeader, name: str) -> None:
-    for setting, neutral in _NEUTRAL_VALUES.items():
-        value = metadata.number(f"{name}.{setting}")
-        if value not in (None, 0, neutral):
-            raise metadata.wrong(
-                f"{name}.{setting} is {value:g}, which is not supported", "export the model's Hugging Face checkpoint"
-            )
-    if metadata.flag(f"{name}.attention.causal") is False:
-        raise metadata.wrong("the model's attention is not causal", "only language models can be exported")
 
 
 def _head_dim(metadata: GgufHeader, name: str, default: int) -> int:

@@ -230,7 +230,12 @@ def append_mamba(
     parts = [f"{name}.{part}" for part in ("x", "b", "c")]
     widths = nodes.integers("mamba.parts", config.value_width, config.key_width, config.key_width)
     channels, key, query = nodes.split(convolved, parts, widths)
-    step, decay = _append_step(nodes, name, states, raw_step)
+    # dt = softplus(raw + bias), and the decay's logarithm, -exp(A) dt
+    bias = nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])
+    step = nodes.add("Softplus", [nodes.add("Add", [raw_step, bias], f"{name}.shifted")], f"{name}.step")
+    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
+    scaled = nodes.add("Mul", [step, rates], f"{name}.rate")
+    decay = nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
     apart = nodes.integers("mamba.apart", 0, 0, config.value_heads, config.value_dim)
     heads = nodes.add("Reshape", [channels, apart], f"{name}.heads")
     steps = nodes.add("Unsqueeze", [step, nodes.integers("mamba.last", -1)], f"{name}.steps")
@@ -243,15 +248,6 @@ def append_mamba(
     factors = nodes.add("Unsqueeze", [skip, nodes.integers("mamba.last", -1)], f"{name}.ds")
     skipped = nodes.together(nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")
     return _append_grouped_norm(nodes, name, states, config, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
-
-
-def _append_step(nodes: Nodes, name: str, states: StateWeights, raw: str) -> tuple[str, str]:
-    """Append dt = softplus(raw + bias) and the decay's logarithm, -exp(A) dt, [1, M, heads] each."""
-    shifted = nodes.add("Add", [raw, nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])], f"{name}.shifted")
-    step = nodes.add("Softplus", [shifted], f"{name}.step")
-    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
-    scaled = nodes.add("Mul", [step, rates], f"{name}.rate")
-    return step, nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
 
 
 def _append_grouped_norm(

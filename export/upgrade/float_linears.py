@@ -203,8 +203,15 @@ def widen(graph: EditableGraph) -> bool:
     """
     if not any(graph.element_type(name) in _HALVES for name in (*graph.tensors, *graph.inputs)):
         return False
-    for node in graph.nodes:
-        _retype(graph, node)
+    for node in graph.nodes:  # types in attributes
+        if any(name in node.attributes for name in ("then_branch", "body")):
+            raise unsupported("the model has half precision and branches")
+        if node.op == "Cast" and node.attribute("to") in _HALVES:
+            graph.set_attribute(node, "to", TensorProto.FLOAT)
+        filling = node.attribute("value") if node.op == "ConstantOfShape" else None
+        if filling is not None and filling.data_type in _HALVES:
+            wide_filling = numpy_helper.to_array(filling).astype(np.float32)
+            graph.set_attribute(node, "value", numpy_helper.from_array(wide_filling))
     converted: dict[Source, Source] = {}  # a tied matrix remains one matrix
     for name, tensor in list(graph.tensors.items()):
         if tensor.element_type not in _HALVES:
@@ -221,18 +228,6 @@ def widen(graph: EditableGraph) -> bool:
         if info.type.tensor_type.elem_type in _HALVES:
             info.type.tensor_type.elem_type = TensorProto.FLOAT
     return True
-
-
-def _retype(graph: EditableGraph, node: Node) -> None:
-    """Replace a half-precision type in the attributes of a node by float32."""
-    if any(name in node.attributes for name in ("then_branch", "body")):
-        raise unsupported("the model has half precision and branches")
-    if node.op == "Cast" and node.attribute("to") in _HALVES:
-        graph.set_attribute(node, "to", TensorProto.FLOAT)
-    value = node.attribute("value") if node.op == "ConstantOfShape" else None
-    if value is not None and value.data_type in _HALVES:
-        wide = numpy_helper.to_array(value).astype(np.float32)
-        graph.set_attribute(node, "value", numpy_helper.from_array(wide))
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -144,10 +144,14 @@ class _Path(NamedTuple):
 
     def table(self, context: int, interleaved: bool) -> RotaryTable | None:
         """The result for first channels of 1 and second channels of 0."""
-        halves: list[tuple[Float32Array, Float32Array]] = []
-        pairs = self.pairs(context)
-        if not pairs:
+        heads = np.random.default_rng(0).uniform(1, 2, (self.heads, 2, self.head_dim)).astype(np.float32)
+        # So late that the slowest pair has turned by more than rounding; channels after the last turned one stay.
+        out = self.run(heads, context - 2)
+        changed = np.flatnonzero(False if out is None else (out != heads).any(axis=(0, 1)))
+        if not changed.size:
             return None
+        halves: list[tuple[Float32Array, Float32Array]] = []
+        pairs = (int(changed[-1]) + 2) // 2
         for start in range(0, context, _CHUNK):
             heads = np.zeros((self.heads, min(_CHUNK, context - start), self.head_dim), np.float32)
             _split_pairs(heads, pairs, interleaved)[0][:] = 1
@@ -159,14 +163,6 @@ class _Path(NamedTuple):
                 return None
         cosines, sines = (np.concatenate(each) for each in zip(*halves, strict=True))
         return RotaryTable(cosines, sines, interleaved)
-
-    def pairs(self, context: int) -> int:
-        """Number of pairs of channels that are rotated: channels after the last one that changes are not."""
-        heads = np.random.default_rng(0).uniform(1, 2, (self.heads, 2, self.head_dim)).astype(np.float32)
-        # So late that the slowest pair has turned by more than rounding.
-        out = self.run(heads, context - 2)
-        changed = np.flatnonzero(False if out is None else (out != heads).any(axis=(0, 1)))
-        return 0 if not changed.size else (int(changed[-1]) + 2) // 2
 
     def fits(self, table: RotaryTable) -> bool:
         """Whether random heads are rotated as the table says, at its start, its end and in between."""

@@ -44,7 +44,11 @@ def select_positions(graph: EditableGraph) -> None:
     """
     head = find_lm_head(graph)
     _remove_last_position_only(graph, head)
-    region = _positionwise_region(graph) or [head]
+    last = [node for node in graph.in_order() if node.op == "GroupQueryAttention"][-1]
+    after = list(dict.fromkeys(node for _, node in graph.readers(last.output(0), lambda _value, _node: True)))
+    leaving = {name for node in after for name in node.outputs if name in graph.outputs}
+    positionwise = leaving == {inputs_outputs.LOGITS} and all(_is_positionwise(graph, node) for node in after)
+    region = after if positionwise else [head]
     inside = {"", *(name for node in region for name in node.outputs)}
     read = dict.fromkeys(name for node in region for name in node.inputs if name not in inside)
     crossing = [name for name in read if stored_constant(graph, name) is None]
@@ -62,15 +66,6 @@ def select_positions(graph: EditableGraph) -> None:
     if graph.element_type(logits) != TensorProto.FLOAT:
         logits = graph.value("Cast", [logits], name="logits.float", to=TensorProto.FLOAT)
     graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
-
-
-def _positionwise_region(graph: EditableGraph) -> list[Node]:
-    """The nodes between the last attention and the logits if all process positions separately, else none."""
-    last = [node for node in graph.in_order() if node.op == "GroupQueryAttention"][-1]
-    after = dict.fromkeys(node for _, node in graph.readers(last.output(0), lambda _value, _node: True))
-    positionwise = all(_is_positionwise(graph, node) for node in after)
-    leaving = {name for node in after for name in node.outputs if name in graph.outputs}
-    return list(after) if positionwise and leaving == {inputs_outputs.LOGITS} else []
 
 
 def _is_positionwise(graph: EditableGraph, node: Node) -> bool:
