@@ -82,7 +82,14 @@ def embed_texts(
     if prompts:
         bound = model.new_sequence(hidden_states=True).bound
         for row, token_ids in zip(embeddings, prompts, strict=True):
-            row[:] = _normalized(_pooled(bound, token_ids, turn, cancelled, mean=mean))
+            vector = _pooled(bound, token_ids, turn, cancelled, mean=mean)
+            length = float(np.linalg.norm(vector.astype(np.float64)))
+            if not 0 < length < np.inf:
+                raise BundleError(
+                    "the model computes hidden states that are zero or not finite",
+                    "its weights are damaged: copy, download or export the model again",
+                )
+            row[:] = vector / length
     return embeddings
 
 
@@ -112,18 +119,3 @@ def _pooled(
         if mean:
             total += hidden.sum(axis=0, dtype=np.float64)
     return total / len(token_ids) if mean else hidden[-1]
-
-
-def _normalized(vector: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    """The vector at length 1.
-
-    Raises:
-        BundleError: it is not finite, or zero.
-    """
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if not 0 < length < np.inf:
-        raise BundleError(
-            "the model computes hidden states that are zero or not finite",
-            "its weights are damaged: copy, download or export the model again",
-        )
-    return vector / length

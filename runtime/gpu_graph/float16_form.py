@@ -114,10 +114,8 @@ class _Conversion:
         if key in self._cast:
             return [], self._cast[key]
         nodes = []
-        source = name
         if limited:
             least = self._editor.constant("bias.least", np.array(_LEAST_BIAS, np.float32))
-            source = key
-            nodes.append(node("Max", [name, least], [source]))
+            nodes.append(node("Max", [name, least], [key]))
         self._cast[key] = f"{key}.half"
-        return [*nodes, onnx_node("Cast", [source], self._cast[key], to=_HALF)], self._cast[key]
+        return [*nodes, onnx_node("Cast", [key], self._cast[key], to=_HALF)], self._cast[key]

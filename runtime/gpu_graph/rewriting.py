@@ -97,9 +97,8 @@ def _return_best_tokens(editor: GraphEditor) -> None:
     """Add outputs with the best tokens, where the logits are a float32 matrix of a known width."""
     logits = next((each for each in editor.graph.output if each.name == _LOGITS), None)
     shape = () if logits is None else shape_of(logits)
-    if logits is None or len(shape) != 2 or not isinstance(shape[1], int):
-        return
-    if logits.type.tensor_type.elem_type != _FLOAT:
+    is_matrix = logits is not None and logits.type.tensor_type.elem_type == _FLOAT and len(shape) == 2
+    if not is_matrix or not isinstance(shape[1], int):
         return
     count = min(TOP_COUNT, shape[1])
     inputs = [_LOGITS, editor.integers("top.count", count)]

@@ -36,10 +36,8 @@ _RUN_ON_CPU: Final = "run the model on the CPU: --device cpu"
 
 @dataclass(frozen=True)
 class Assignments:
-    """Which provider runs the nodes of a graph. Nothing is recorded on the CPU, which runs them all."""
+    """Which nodes of a graph a device does not run. Nothing is recorded on the CPU, which runs them all."""
 
-    by_provider: Mapping[str, int] = field(default_factory=dict)
-    """Number of nodes by name of the provider."""
     on_cpu: Mapping[str, int] = field(default_factory=dict)
     """Number of nodes that a device left to the CPU, by operator."""
 
@@ -84,12 +82,9 @@ def load_on_device(
         raise DeviceError(f"{device} is not usable here, ONNX Runtime would run on the CPU instead", reason)
     parts = session.get_provider_graph_assignment_info()
     nodes = [(part.ep_name, node.op_type) for part in parts for node in part.get_nodes()]
-    by_provider = dict(Counter(provider for provider, _ in nodes))
-    if device.provider not in by_provider:
+    if all(provider != device.provider for provider, _ in nodes):
         raise DeviceError(f"{device} runs none of the {len(nodes)} nodes of {where}", _RUN_ON_CPU)
-    return session, Assignments(
-        by_provider, dict(Counter(name for provider, name in nodes if provider == CPU_PROVIDER))
-    )
+    return session, Assignments(dict(Counter(operator for provider, operator in nodes if provider == CPU_PROVIDER)))
 
 
 def device_failure(error: Exception, device: Device, where: Path) -> DeviceError:

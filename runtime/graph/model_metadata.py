@@ -110,16 +110,12 @@ def reject_operators(operators: Operators, where: str) -> None:
     Raises:
         BundleError: it is compiled for one device, keeps its cache in pages, or needs a custom operator library.
     """
+    for_cpu = "choose a variant of the model for the CPU"
     if "EPContext" in operators:
-        raise BundleError(
-            f"{where} was compiled for one kind of device (it has EPContext operators)",
-            "choose a variant of the model for the CPU",
-        )
+        raise BundleError(f"{where} was compiled for one kind of device (it has EPContext operators)", for_cpu)
     if "PagedAttention" in operators:
-        raise BundleError(
-            f"{where} keeps its cache in pages (it has PagedAttention operators), as servers do",
-            "export it again without paged attention",
-        )
+        what = f"{where} keeps its cache in pages (it has PagedAttention operators), as servers do"
+        raise BundleError(what, "export it again without paged attention")
     custom = sorted(
         f"{domain}.{name}"
         for domain, name in operators.used
@@ -127,10 +123,8 @@ def reject_operators(operators: Operators, where: str) -> None:
     )
     if custom:
         more = f" and {len(custom) - 1} more" if len(custom) > 1 else ""
-        raise BundleError(
-            f"{where} needs a custom operator library that edge-run does not have ({custom[0]}{more})",
-            "choose a variant of the model for the CPU",
-        )
+        what = f"{where} needs a custom operator library that edge-run does not have ({custom[0]}{more})"
+        raise BundleError(what, for_cpu)
 
 
 def reject_inputs(inputs: Sequence[GraphValue], where: str) -> None:

@@ -135,9 +135,8 @@ def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bo
     which only a small model can afford.
     """
     config, graph_io = base.config, base.graph_io
-    if config.device.provider != CPU_PROVIDER or config.kv is not KVFormat.FLOAT:
-        return False
-    if graph_io.cache_mode is not CacheMode.IN_PLACE or not graph_io.supports_wide_passes:
+    is_float_on_cpu = config.device.provider == CPU_PROVIDER and config.kv is KVFormat.FLOAT
+    if not is_float_on_cpu or graph_io.cache_mode is not CacheMode.IN_PLACE or not graph_io.supports_wide_passes:
         return False
     return file.parent != bundle.graph.parent or bundle.weight_bytes < _HELD_TWICE_BYTES
 

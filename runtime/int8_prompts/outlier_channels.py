@@ -141,12 +141,11 @@ def _can_divide(editor: GraphEditor, found: Int8Products, inputs: str) -> bool:
         return False
     sources = {each.source for each in found.products if each.inputs == inputs}
     users = [each for each in editor.graph.node if inputs in each.input]
-    for each in users:
-        is_integer = each.op_type == OPERATOR and each.output[0] in sources
-        if not is_integer and _float_weights(editor, each, inputs) is None:
-            return False
+    others = [each for each in users if each.op_type != OPERATOR or each.output[0] not in sources]
     producer = editor.producer(inputs)
     if producer is None or producer.output[0] != inputs:
+        return False
+    if any(_float_weights(editor, each, inputs) is None for each in others):
         return False
     if producer.op_type in _NORMS:
         names = [input_at(producer, place) for place in _NORMS[producer.op_type]]

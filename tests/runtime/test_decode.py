@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgerun import ContextError
-from edgerun.export import INT4, INT8
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime import prefill as prefill_module
@@ -19,7 +19,6 @@ from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from edgerun.runtime.speculation.tree import Source, Tree
-from support.tiny_models import write_bundle
 
 VOCABULARY = 300
 
@@ -71,9 +70,9 @@ def test_chunked_prefill_gives_the_same_text(tiny_bundle: Path, monkeypatch: pyt
         assert bound.arena.length == 119
 
 
-@pytest.mark.parametrize("weights", [INT8, INT4], ids=["int8", "int4"])
-def test_quantized_models_give_one_text_for_a_seed(tmp_path: Path, weights) -> None:
-    bundle = write_bundle(tmp_path, "qwen3", weights=weights)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_quantized_models_give_one_text_for_a_seed(tiny_bundle_of: Callable[[str, str], Path], weights: str) -> None:
+    bundle = tiny_bundle_of("qwen3", weights)
     params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repeat_penalty=1.1, seed=11)
     texts = {tuple(run(bind(bundle), [30, 31, 32], params, DecodeLimits(40))) for _ in range(3)}
     assert len(texts) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,8 +260,10 @@ def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "llama"])
-def test_single_steps_and_rewinds_leave_the_logits_of_one_pass(tmp_path: Path, family: str) -> None:
-    graph = GraphSession(write_bundle(tmp_path, family) / "model.onnx", SessionConfig(choose_device("cpu"), 1))
+def test_single_steps_and_rewinds_leave_the_logits_of_one_pass(
+    tiny_bundle_of: Callable[[str, str], Path], family: str
+) -> None:
+    graph = GraphSession(tiny_bundle_of(family, "fp32") / "model.onnx", SessionConfig(choose_device("cpu"), 1))
     bound, random, tokens = graph.bind(graph.arena(128)), np.random.default_rng(3), list(range(7, 67))
     expected = graph.bind(graph.arena(128)).forward(tokens).copy()
     for turn in range(80):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def told(action: str, environment: dict[str, str] | None = None) -> str:
 @pytest.mark.parametrize(
     ("action", "environment", "said"),
     [
-        ("json.dumps(load(choose_device('gpu'))[1].by_provider)", None, '{"WebGpuExecutionProvider": 1}'),
+        ("load(choose_device('gpu'))[0].get_providers()", None, "['WebGpuExecutionProvider'"),
         # Asking ONNX Runtime by name, without the handle of a device, gives a session on the CPU.
         (
             "[registered_plugins(), load(Device('WebGpuExecutionProvider', DeviceKind.GPU))]",
@@ -123,11 +122,9 @@ tell(ask)
     [({}, True), ({"Shape": 2, "Gather": 1}, True), ({"MatMulNBits": 1}, False), ({"Cast": 1, "QMoE": 1}, False)],
 )
 def test_a_device_has_the_whole_graph_if_it_runs_what_reads_weights(on_cpu: dict[str, int], whole: bool) -> None:
-    assignments = Assignments({"A": 3, "CPUExecutionProvider": sum(on_cpu.values())}, on_cpu)
+    assignments = Assignments(on_cpu)
     assert assignments.whole is whole
-    assert json.dumps(assignments.on_cpu_text()) == json.dumps(
-        ", ".join(f"{count} {operator}" for operator, count in sorted(on_cpu.items()))
-    )
+    assert assignments.on_cpu_text() == ", ".join(f"{count} {name}" for name, count in sorted(on_cpu.items()))
 
 
 def test_devices_are_told_apart_by_provider_and_index() -> None:

@@ -32,7 +32,7 @@ from edgerun.runtime.measure.logit_quality import measure_cache_quality
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.tree import Source, Tree
 from support.shared_data import data_path
-from support.tiny_models import HYBRID_FAMILIES, write_bundle
+from support.tiny_models import HYBRID_FAMILIES
 
 CPU = SessionConfig(choose_device("cpu"), 1)
 TEXT = list(range(20, 60)) + list(range(100, 40, -3))
@@ -118,8 +118,10 @@ def test_an_accepted_tree_path_leaves_the_slots_of_sequential_decoding(tiny_bund
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma2", "gpt_oss", "smollm3", *HYBRID_FAMILIES])
-def test_logits_differ_little_from_those_with_a_float_cache(family: str, tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path, family)
+def test_logits_differ_little_from_those_with_a_float_cache(
+    family: str, tiny_bundle_of: Callable[[str, str], Path]
+) -> None:
+    bundle = tiny_bundle_of(family, "fp32")
     bound = bound_to(bundle, scales_of(bundle, [TEXT]))
     assert {each.dtype for each in bound.graph_io.tensor_types} == {np.dtype(np.int8)}
     assert {each.dtype for each in bound.graph_io.state_types} <= {np.dtype(np.float32)}
@@ -159,8 +161,10 @@ def test_keys_stay_within_the_scales_at_every_position() -> None:
         ("smollm3", {RotatedPairs(16), RotatedPairs(0)}),
     ],
 )
-def test_rotated_channels_are_read_from_the_graph(family: str, expected: set[RotatedPairs], tmp_path: Path) -> None:
-    assert set(rotated_pairs(write_bundle(tmp_path, family) / "model.onnx").values()) == expected
+def test_rotated_channels_are_read_from_the_graph(
+    family: str, expected: set[RotatedPairs], tiny_bundle_of: Callable[[str, str], Path]
+) -> None:
+    assert set(rotated_pairs(tiny_bundle_of(family, "fp32") / "model.onnx").values()) == expected
 
 
 @given(st.integers(0, 2**32 - 1))

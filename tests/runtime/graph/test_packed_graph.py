@@ -11,15 +11,15 @@ import pytest
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.prefill import prefill
-from support.tiny_models import ATTENTION_FAMILIES, HYBRID_FAMILIES, write_bundle
+from support.tiny_models import ATTENTION_FAMILIES, HYBRID_FAMILIES
 
 CPU = SessionConfig(choose_device("cpu"), 1)
 TEXTS = 3
 
 
 @pytest.mark.parametrize("family", [*ATTENTION_FAMILIES, *HYBRID_FAMILIES])
-def test_texts_of_a_pass_are_what_they_are_alone(tmp_path: Path, family: str) -> None:
-    graph = GraphSession(write_bundle(tmp_path / "bundle", family) / "model.onnx", CPU)
+def test_texts_of_a_pass_are_what_they_are_alone(tiny_bundle_of: Callable[[str, str], Path], family: str) -> None:
+    graph = GraphSession(tiny_bundle_of(family, "fp32") / "model.onnx", CPU)
     others: list[Callable[[], None]] = []
 
     def gather(_: Callable[[], bool]) -> None:

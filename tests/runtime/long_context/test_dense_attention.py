@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def both(bundle: Path) -> tuple[BoundSession, BoundSession]:
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=lambda value: str(value).replace(" ", ""))
-def test_logits_and_slots_are_those_of_the_own_graph(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    own, long = both(write_bundle(tmp_path / "bundle", family, **overrides))
+def test_logits_and_slots_are_those_of_the_own_graph(
+    tmp_path: Path, tiny_bundle_of: Callable[[str, str], Path], family: str, overrides: dict[str, Any]
+) -> None:
+    own, long = both(write_bundle(tmp_path, family, **overrides) if overrides else tiny_bundle_of(family, "fp32"))
     arena, random = own.arena, np.random.default_rng(5)
     assert long.graph_io.tensor_types == own.graph_io.tensor_types
     vocab_size = own.graph_io.vocab_size
@@ -81,9 +84,11 @@ def test_a_pass_sees_committed_slots_and_writes_its_own_alone(tiny_bundle: Path)
 
 
 @pytest.mark.parametrize(("family", "reason"), UNSUPPORTED.items())
-def test_attention_with_more_is_left_as_it_is(tmp_path: Path, family: str, reason: str) -> None:
+def test_attention_with_more_is_left_as_it_is(
+    tiny_bundle_of: Callable[[str, str], Path], family: str, reason: str
+) -> None:
     with pytest.raises(CannotRewriteError, match=reason):
-        long_context_graph(write_bundle(tmp_path / "bundle", family) / "model.onnx")
+        long_context_graph(tiny_bundle_of(family, "fp32") / "model.onnx")
 
 
 def test_a_window_in_the_operator_is_left_as_it_is(tiny_bundle: Path, tmp_path: Path) -> None:
