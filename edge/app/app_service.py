@@ -94,11 +94,11 @@ class AppService:
             return
         try:
             match change.kind:
-                case ChangeKind.CONVERSATION if change.conversation_id is not None:
+                case ChangeKind.CONVERSATION:
                     events.publish("conversation", conversation=store.conversation(change.conversation_id))
                 case ChangeKind.CONVERSATION_DELETED:
                     events.publish("conversation_deleted", id=change.conversation_id)
-                case ChangeKind.MESSAGE if change.message_id is not None:
+                case ChangeKind.MESSAGE:
                     message = store.message(change.message_id)
                     live = self.generations.live(message.id)
                     if live is None or message.state is not MessageState.WRITING:

@@ -81,7 +81,7 @@ class ConversationTable:
         self.listener: Callable[[Change], None] = lambda _: None
         """Called after every change that this store makes, in the thread that makes it."""
 
-    def note(self, kind: ChangeKind, conversation_id: str | None = None, message_id: str | None = None) -> None:
+    def note(self, kind: ChangeKind, conversation_id: str = "", message_id: str = "") -> None:
         """Note what the transaction changes."""
         self.noted.append(Change(kind, conversation_id, message_id))
 

@@ -261,8 +261,8 @@ class Change:
     """A change that this process made to the store."""
 
     kind: ChangeKind
-    conversation_id: str | None = None
-    message_id: str | None = None
+    conversation_id: str = ""
+    message_id: str = ""
 
 
 def message_text(message: StoredMessage) -> str:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
 
@@ -279,7 +279,7 @@ def _supported_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     """The values that are supported of each field that has a list of them in its metadata."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        for extra in _metadata(hint):
+        for extra in getattr(hint, "__metadata__", ()):
             if values := (extra.extra_json_schema or {}).get("enum"):
                 found[name] = tuple(values)
     return found
@@ -288,12 +288,8 @@ def _supported_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
 def _alternative(kind: type[msgspec.Struct], path: tuple[str | int, ...]) -> str:
     """What to do instead of giving a field that is not supported."""
     hint = get_type_hints(kind, include_extras=True).get(str(path[0])) if len(path) == 1 else None
-    reasons = [(extra.description or "").partition(": ")[2].rstrip(".") for extra in _metadata(hint)]
+    reasons = [(extra.description or "").partition(": ")[2].rstrip(".") for extra in getattr(hint, "__metadata__", ())]
     return next(filter(None, reasons), "edge-run does not do this: leave the field out")
-
-
-def _metadata(hint: Any) -> tuple[msgspec.Meta, ...]:
-    return tuple(get_args(hint)[1:]) if get_origin(hint) is Annotated else ()
 
 
 def _request_error(message: str, fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> RequestError:

@@ -21,10 +21,9 @@ from .request_error import invalid, unsupported
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
 """Largest number of tokens to generate; -1 for no limit, as llama.cpp has it."""
-Choices: TypeAlias = Annotated[int, Meta(ge=1, le=16)]
-"""Number of answers to one prompt."""
 ChoicesField: TypeAlias = Annotated[
-    Choices | None, about("Number of answers, 1 to 16; the first has the seed, the next 1 more.")
+    Annotated[int, Meta(ge=1, le=16)] | None,
+    about("Number of answers, 1 to 16; the first has the seed, the next 1 more."),
 ]
 BestOfField: TypeAlias = Annotated[
     Annotated[int, Meta(ge=1, le=20)] | None,

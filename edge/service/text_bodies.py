@@ -38,14 +38,11 @@ _DEFAULT_TOKENS: Final = 16
 """Largest number of tokens of a text completion that asks for none, as in OpenAI's API."""
 _MAX_INPUTS: Final = 2048
 """Largest number of prompts or texts of one request."""
-TokenIds: TypeAlias = tuple[int, ...]
-TextOrIds: TypeAlias = str | TokenIds
-"""A text, or its token ids."""
 TextsOrIds: TypeAlias = str | list[str | int | list[int]]
 """A text, token ids, or several of one kind, as bodies have them."""
 
 
-def texts_or_ids(param: str, given: TextsOrIds) -> tuple[TextOrIds, ...]:
+def texts_or_ids(param: str, given: TextsOrIds) -> tuple[str | tuple[int, ...], ...]:
     """The texts or token ids of a field that has one or several of them.
 
     Raises:

@@ -33,10 +33,6 @@ _RATE_S: Final = 8.0
 _OFFLINE: Final = "edge-run cannot reach the hub"
 
 
-class _StoppedError(Exception):
-    """Ends a download that was paused or cancelled; the hub's code lets it through."""
-
-
 @dataclass
 class _Download(QueuedWork):
     """A download."""
@@ -173,7 +169,7 @@ class DownloadQueue(WorkQueue[_Download]):
             now = time.monotonic()
             with self._changed:
                 if self._closed or work.key not in self._items or work.state is not WorkState.DOWNLOADING:
-                    raise _StoppedError
+                    raise CancelledError("the download was stopped")  # the code of the hub lets it through
                 work.received, work.total = received, total
                 work.samples.append((now, received))
                 while now - work.samples[0][0] > _RATE_S:
@@ -186,8 +182,6 @@ class DownloadQueue(WorkQueue[_Download]):
             try:
                 work.model = fetch_model(work.id, self._kind, newest=True, progress=progress).id
                 work.received = work.total
-            except _StoppedError as stopped:
-                raise CancelledError("the download was stopped") from stopped
             except ConnectionFailedError as failure:
                 raise EdgeError(f"{_OFFLINE}: {failure.what}", "resume the download when it can") from failure
 

@@ -180,8 +180,9 @@ def _read_files(graph: Path, folder: Path) -> dict[str, Any]:
     manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
     bundle = Bundle(folder, graph, manifest)
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
+    files = (folder if manifest is None else graph.parent).rglob("*")
     return {
-        "disk_bytes": _size_of(folder if manifest is None else graph.parent),
+        "disk_bytes": sum(path.stat().st_size for path in files if path.is_file()),
         "weight_bytes": bundle.weight_bytes,
         "cache_bytes_per_token": _cache_bytes(bundle.config),
         "context": bundle.context,
@@ -208,10 +209,6 @@ def _cache_bytes(config: Mapping[str, Any]) -> int | None:
     sizes = (layers, config.get("num_key_value_heads", heads), head_size)
     # Keys and values of 4 bytes.
     return 2 * math.prod(sizes) * 4 if all(is_whole(size, 1) for size in sizes) else None
-
-
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _is_exported(path: Path) -> bool:

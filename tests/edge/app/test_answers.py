@@ -76,7 +76,7 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(generations: Generati
         generation.cancellation.cancel()
 
     def stop(change: Change) -> None:
-        message = None if change.message_id is None else store.message(change.message_id)
+        message = store.message(change.message_id) if change.message_id else None
         if message is not None and message.state is MessageState.WRITING and not stopping:
             stopping.append(threading.Thread(target=cancel, args=(message.id,)))
             stopping[0].start()
