@@ -53,7 +53,7 @@ def require_gpu(name: str) -> dict[str, str]:
 
 def require_qnn() -> None:
     """Skip the test where Qualcomm's simulator is not installed; fail where EDGERUN_DEVICES=1."""
-    _require("" if _installed("onnxruntime_qnn") else "the package onnxruntime-qnn is not installed")
+    _require("" if find_spec("onnxruntime_qnn") else "the package onnxruntime-qnn is not installed")
 
 
 def webgpu_environment() -> dict[str, str]:
@@ -68,22 +68,14 @@ def webgpu_environment() -> dict[str, str]:
     }
 
 
-def require_openvino() -> str:
-    """The Python interpreter that EDGERUN_OPENVINO_PYTHON names, which has onnxruntime-openvino; skip the test without.
+def require_python(variable: str) -> str:
+    """The interpreter that an environment variable names; skip the test without.
 
-    That package takes the place of onnxruntime, so it needs an environment of its own.
+    Packages in the place of onnxruntime need an environment of their own: EDGERUN_OPENVINO_PYTHON has
+    onnxruntime-openvino, EDGERUN_ONNXRUNTIME_GPU_PYTHON has onnxruntime-gpu and edge-run, and no CUDA.
     """
-    interpreter = os.environ.get("EDGERUN_OPENVINO_PYTHON")
-    if not interpreter:
-        pytest.skip("EDGERUN_OPENVINO_PYTHON names no interpreter with onnxruntime-openvino")
-    return interpreter
-
-
-def onnxruntime_gpu_python() -> str:
-    """The interpreter that EDGERUN_ONNXRUNTIME_GPU_PYTHON names: it has edge-run and onnxruntime-gpu, and no CUDA."""
-    interpreter = os.environ.get("EDGERUN_ONNXRUNTIME_GPU_PYTHON")
-    if not interpreter:
-        pytest.skip("EDGERUN_ONNXRUNTIME_GPU_PYTHON names no interpreter with onnxruntime-gpu")
+    if not (interpreter := os.environ.get(variable)):
+        pytest.skip(f"{variable} names no interpreter")
     return interpreter
 
 
@@ -152,7 +144,7 @@ def _no_cuda() -> str:
 @cache
 def _no_webgpu() -> str:
     """Why WebGPU cannot run here; empty if it can."""
-    if not _installed("onnxruntime_ep_webgpu"):
+    if find_spec("onnxruntime_ep_webgpu") is None:
         return "the package onnxruntime-ep-webgpu is not installed"
     if _software_vulkan() is None:
         return "there is no software Vulkan driver (vk_swiftshader_icd.json of Chromium)"
@@ -171,10 +163,6 @@ def _runtime_folder() -> str:
     folder = Path(tempfile.gettempdir()) / f"edgerun-runtime-{os.getuid() if hasattr(os, 'getuid') else 0}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return str(folder)
-
-
-def _installed(module: str) -> bool:
-    return find_spec(module) is not None
 
 
 def _require(missing: str) -> None:

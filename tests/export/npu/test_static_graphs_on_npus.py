@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
-from support.devices import require_openvino, require_qnn
+from support.devices import require_python, require_qnn
 from support.shared_data import data_path
 from support.static_passes import RecordedPasses
 from support.tiny_models import write_bundle
@@ -97,5 +97,5 @@ def test_qnn_agrees_for_every_weight_format(tmp_path: Path) -> None:
 
 
 def test_openvino_takes_whole_graphs_and_agrees_with_the_cpu(tmp_path: Path) -> None:
-    interpreter = require_openvino()
+    interpreter = require_python("EDGERUN_OPENVINO_PYTHON")
     require_agreement(recorded_families(tmp_path, FAMILIES), tmp_path, OPENVINO, interpreter=interpreter)

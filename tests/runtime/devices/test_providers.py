@@ -8,7 +8,7 @@ from edgerun.errors import DeviceError
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import Device, choose_device, cpu_device, preferred_first
 from support.devices import (
-    onnxruntime_gpu_python,
+    require_python,
     require_qnn,
     require_webgpu,
     run_json_script,
@@ -129,7 +129,7 @@ def test_a_plugin_without_hardware() -> None:
     ],
 )
 def test_cuda_that_would_be_the_cpu(request_: str, said: str) -> None:
-    answer = run_script(ASKING, request_, environment={}, interpreter=onnxruntime_gpu_python())
+    answer = run_script(ASKING, request_, environment={}, interpreter=require_python("EDGERUN_ONNXRUNTIME_GPU_PYTHON"))
     assert answer.startswith(f"this machine has {said}")
 
 

@@ -10,7 +10,7 @@ import pytest
 import edgerun
 from edgerun.export import INT4, ExportRecipe, export_checkpoint
 from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
-from support.devices import require_openvino, require_qnn, run_edge_run, run_json_script
+from support.devices import require_python, require_qnn, run_edge_run, run_json_script
 from support.shared_data import data_path
 from support.static_bundles import greedy_text, static_graphs, write_static_bundle
 
@@ -113,7 +113,7 @@ def test_the_command_runs_on_the_npu(bundle: Path, tiny_bundle: Path) -> None:
 
 
 def test_openvino_runs_the_same_graphs(tmp_path: Path) -> None:
-    interpreter = require_openvino()
+    interpreter = require_python("EDGERUN_OPENVINO_PYTHON")
     bundle = write_static_bundle(tmp_path, widths=(1, 4), contexts=(16, 64))
     script = (
         "import json, sys\n"
