@@ -17,13 +17,7 @@ from starlette.routing import Route
 from ...errors import ContextError
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls
-from ..conversations.records import (
-    MAX_ATTACHMENTS,
-    Attachment,
-    MessageState,
-    Role,
-    StoredMessage,
-)
+from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
 from .api_endpoint import ApiRoute

@@ -15,7 +15,7 @@ from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
 from .body_decoder import StrictStruct, about
-from .format_fields import FormatFields, response_format
+from .message_fields import FormatFields, response_format
 from .request_error import invalid, unsupported
 
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]

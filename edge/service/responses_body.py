@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta
 
 from .body_decoder import StrictStruct, about, decode_fields, read_object
-from .format_fields import FlatJsonSchemaFormat, JsonObjectFormat, TextFormat, response_format
 from .generation_fields import (
     Alternatives,
     ConversationFields,
@@ -21,7 +20,18 @@ from .generation_fields import (
     template_variables,
     wanted_logprobs,
 )
-from .message_fields import MAX_MESSAGES, MAX_TOOLS, CacheBreakpoint, FunctionDefinition, check_count, checked_messages
+from .message_fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CacheBreakpoint,
+    FlatJsonSchemaFormat,
+    FunctionDefinition,
+    JsonObjectFormat,
+    TextFormat,
+    check_count,
+    checked_messages,
+    response_format,
+)
 from .request_error import invalid
 
 _LOGPROBS: Final = "message.output_text.logprobs"

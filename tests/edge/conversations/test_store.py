@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.edge.conversations.records import (
-    Attachment,
-    MessageState,
-    Preset,
-    message_text,
-    title_of,
-)
+from edgerun.edge.conversations.records import Attachment, MessageState, Preset, message_text, title_of
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.errors import ConversationError
 from edgerun.models.user_folders import data_folder

@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 
 import edgerun
 from edgerun.edge.conversations.answering import stats_object
-from edgerun.edge.conversations.records import (
-    Attachment,
-    Conversation,
-    MessageState,
-    Role,
-    StoredMessage,
-)
+from edgerun.edge.conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.conversations.transfer import as_markdown, read_markdown
 from edgerun.errors import ConversationError
