@@ -87,21 +87,7 @@ def require_config_files(folder: Path, vocab_size: int) -> None:
         raise CheckpointError(
             f"{source}: eos_token_id must be a token id, or a list of token ids, below {vocab_size}, found {shown(ids)}"
         )
-    _require_strings(_read_if_present(folder, "tokenizer_config.json"))
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        try:
-            read_regular(template, MAX_JSON_BYTES).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CheckpointError(f"{template} cannot be read: {reason}", _DOWNLOAD_AGAIN) from error
-
-
-def _read_if_present(folder: Path, name: str) -> Mapping[str, Any]:
-    return read_json(folder / name) if (folder / name).is_file() else {}
-
-
-def _require_strings(settings: Mapping[str, Any]) -> None:
+    settings = _read_if_present(folder, "tokenizer_config.json")
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
         text = token.get("content") if isinstance(token, dict) else token
@@ -113,3 +99,14 @@ def _require_strings(settings: Mapping[str, Any]) -> None:
         template = None if all(text is None or isinstance(text, str) for text in templates) else templates
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer_config.json: chat_template must be text, found {shown(template)}")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            read_regular(file, MAX_JSON_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CheckpointError(f"{file} cannot be read: {reason}", _DOWNLOAD_AGAIN) from error
+
+
+def _read_if_present(folder: Path, name: str) -> Mapping[str, Any]:
+    return read_json(folder / name) if (folder / name).is_file() else {}

@@ -34,6 +34,7 @@ _OUTER_TENSORS: Final = {
     "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
     "output.weight": HEAD,
+    ROPE_FACTORS: ROPE_FACTORS,
 }
 _LAYER_TENSORS: Final = {
     "attn_norm": "input_layernorm",
@@ -91,7 +92,9 @@ class GgufModel(ModelSource):
         self._tensors: dict[str, StoredTensor] = {}
         self._gguf_names: dict[str, str] = {}
         for gguf_name, tensor in header.tensors.items():
-            name = gguf_name if gguf_name == ROPE_FACTORS else _checkpoint_name(gguf_name, layers)
+            name, block = _OUTER_TENSORS.get(gguf_name), _LAYER_TENSOR_NAME.fullmatch(gguf_name)
+            if block is not None and block[2] in _LAYER_TENSORS and int(block[1]) < layers:
+                name = f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}"
             if name is None:
                 raise CheckpointError(
                     f"{self._path} holds {gguf_name[:60]!r}, "
@@ -249,13 +252,3 @@ def _read_all_parts(path: Path) -> GgufHeader:
             raise CheckpointError(f"{part} is not part {number} of {path.name}", AGAIN)
         tensors.update(other.tensors)
     return GgufHeader(path, first.metadata, tensors)
-
-
-def _checkpoint_name(name: str, layers: int) -> str | None:
-    """The Hugging Face name of a GGUF tensor in a model with that many layers; None for an unknown tensor."""
-    if name in _OUTER_TENSORS:
-        return _OUTER_TENSORS[name]
-    block = _LAYER_TENSOR_NAME.fullmatch(name)
-    if block is None or block[2] not in _LAYER_TENSORS or int(block[1]) >= layers:
-        return None
-    return f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}"

@@ -53,7 +53,15 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
             continue
         file = folder / f"model_{form.suffix}{'_plain' if plain else ''}.onnx"
         write_atomically(file, model)
-        _require_same(bundle, file)
+        config = SessionConfig(cpu_device())
+        check = compare_with_cpu(GraphSession(file, config, metadata_of(bundle)), bundle, config)
+        if not check.plain_correct or not check.tree_correct:
+            differences = " and ".join(f"{each:.2g}" for each in (check.plain, check.tree) if each is not None)
+            raise ExportError(
+                f"{file.name} computes something else than {GRAPH_NAME}: logits differ by {differences} of their "
+                "standard deviation",
+                "leave --device gpu out",
+            )
         precision = form.precision
         variants.append(VariantFile(DeviceKind.GPU, file.name, precision, providers=(provider,), plain=plain))
     if variants == others:
@@ -61,20 +69,3 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
     change_manifest(folder, [each.file for each in variants], variants=tuple(variants))
     progress(_STAGE, 1.0)
     return notes
-
-
-def _require_same(bundle: Bundle, file: Path) -> None:
-    """Check on the CPU that a form computes what the bundle's graph does, in plain passes and in a token tree.
-
-    Raises:
-        ExportError: it does not.
-    """
-    config = SessionConfig(cpu_device())
-    check = compare_with_cpu(GraphSession(file, config, metadata_of(bundle)), bundle, config)
-    if not check.plain_correct or not check.tree_correct:
-        differences = " and ".join(f"{each:.2g}" for each in (check.plain, check.tree) if each is not None)
-        raise ExportError(
-            f"{file.name} computes something else than {GRAPH_NAME}: logits differ by {differences} of their standard "
-            "deviation",
-            "leave --device gpu out",
-        )

@@ -202,12 +202,6 @@ def holds_graph(source: Path) -> bool:
     return any(name.endswith(".onnx") for name in files_below(source))
 
 
-def family_of(bundle: Bundle) -> str:
-    """Model type; "unknown" if no settings file names it."""
-    names = (bundle.config.get("model_type"), bundle.genai.get("type"))
-    return next((name for name in names if isinstance(name, str) and name), "unknown")
-
-
 def decoder_inputs(bundle: Bundle) -> Mapping[str, str]:
     """Names of the graph's inputs in genai_config.json, by their usual names."""
     decoder = bundle.genai.get("decoder")

@@ -34,7 +34,6 @@ from .describe import (
     bits_per_weight,
     copy_config_files,
     decoder_inputs,
-    family_of,
     find_foreign_model,
     formats_of,
     weight_matrices,
@@ -153,7 +152,8 @@ def _write(
     require_config_files(folder, vocab_size)
     names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
     width = source.config.get("intermediate_size")
-    family = family_of(source)
+    types = (source.config.get("model_type"), source.genai.get("type"))
+    family = next((each for each in types if isinstance(each, str) and each), "unknown")
     manifest = Manifest(
         architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
         weights=formats_of(matrices),

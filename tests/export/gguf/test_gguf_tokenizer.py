@@ -6,7 +6,6 @@ import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,14 +33,7 @@ TEXTS = [
 
 def python_values(metadata):
     """Replace NumPy scalars with Python values, as in a parsed header."""
-
-    def python_value(value):
-        return value.item() if isinstance(value, np.generic) else value
-
-    return {
-        key: [python_value(item) for item in value] if isinstance(value, list) else value
-        for key, value in metadata.items()
-    }
+    return json.loads(json.dumps(metadata, default=lambda value: value.item()))
 
 
 def gguf_tokenizer(folder: Path, pre: str = "gpt-2", size: int | None = None, **also) -> GgufTokenizer:

@@ -62,7 +62,6 @@ def test_a_tree_and_its_compaction_equal_decoding_its_paths(session: ContractSes
     """Each node of a tree with two branches attends to its ancestors only, and siblings share a position."""
     prompt = TOKENS[:5]
     nodes = np.array([10, 20, 30, 40, 50, 60])
-    parents = [-1, 0, 0, 1, 2, 4]
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 2, 4, 5]]
     expected = []
     for path in paths:
@@ -78,7 +77,6 @@ def test_a_tree_and_its_compaction_equal_decoding_its_paths(session: ContractSes
     for node, path in enumerate(paths):
         bias[node, len(prompt) + np.array(path)] = 0
     depths = np.array([len(path) - 1 for path in paths])
-    assert all(depths[node] == depths[parent] + 1 for node, parent in enumerate(parents) if parent >= 0)
     logits = session.run(nodes, len(prompt) + depths, bias, all_positions(nodes))
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 

@@ -226,12 +226,8 @@ NOWHERE = Path()
 CANNOT = "such a graph cannot be upgraded; edge-run may run it as it is"
 
 
-def graph_of(variant: DecoderVariant) -> EditableGraph:
-    return EditableGraph(DecoderWriter(variant).model(), NOWHERE)
-
-
 def found(variant: DecoderVariant) -> tuple[Attention, Rotation | None]:
-    runner = SubgraphRunner(graph_of(variant))
+    runner = SubgraphRunner(EditableGraph(DecoderWriter(variant).model(), NOWHERE))
     (attention,) = find_attention(runner, CONTEXT)
     return attention, find_rotation(runner, attention, CONTEXT, [])
 
@@ -369,7 +365,7 @@ def test_window_of_a_bias_is_found(window: int, slope: float) -> None:
 
 
 def test_output_that_is_not_a_cache_is_refused() -> None:
-    graph = graph_of(DecoderVariant())
+    graph = EditableGraph(DecoderWriter(DecoderVariant()).model(), NOWHERE)
     (softmax,) = graph.nodes_of("Softmax")
     weights = softmax.output(0)
     graph.outputs[weights] = graph.outputs["logits"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -203,8 +202,7 @@ def test_external_weights_may_have_no_byte_length(weights: Weights, tmp_path: Pa
 def test_context_may_be_shorter_than_the_parity_check(layout: Layout, context: int, tmp_path: Path) -> None:
     source = write_layout(tmp_path / "m", layout)
     report = upgrade_model(source, tmp_path / "upgraded", ExportRecipe(FP32, context=context))
-    manifest = json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))
-    assert manifest["architecture"]["context"] == context
+    assert Manifest.from_json((report.bundle / "edge.json").read_bytes()).architecture.context == context
     assert report.parity.max_abs_diff < 1e-3
 
 
