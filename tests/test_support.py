@@ -56,18 +56,9 @@ def test_a_name_that_windows_lacks(tmp_path, name):
 def test_files_in_use_are_not_removed_or_replaced(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
     support = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(support), "PYTEST_ADDOPTS": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "support.windows_files",
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path),
-    ]
+    options = "-q -p support.windows_files -p no:cacheprovider"
+    environment = {**os.environ, "PYTHONPATH": str(support), "PYTEST_ADDOPTS": options}
+    command = [sys.executable, "-m", "pytest", str(tmp_path)]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

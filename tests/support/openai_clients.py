@@ -84,19 +84,8 @@ def _ask(client: OpenAI, call: ClientCall) -> Outcome:
                     break
             return Outcome(objects)
         except openai.APIStatusError as error:
-            return Outcome(error=_described(error))
-
-
-def _described(error: openai.APIStatusError) -> dict[str, Any]:
-    assert isinstance(error.body, dict)
-    return {
-        "class": type(error).__name__,
-        "status": error.status_code,
-        "code": error.code,
-        "param": error.param,
-        "type": error.type,
-        "message": error.body["message"],
-    }
+            fields = {"code": error.code, "param": error.param, "type": error.type, "message": error.body["message"]}
+            return Outcome(error={"class": type(error).__name__, "status": error.status_code, **fields})
 
 
 def _read(value: Any) -> dict[str, Any]:
