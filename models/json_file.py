@@ -6,6 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -156,12 +157,9 @@ def is_whole(value: object, minimum: int) -> bool:
 
 def is_finite(value: object) -> bool:
     """Return whether a JSON value is a finite number; true and false are not."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+    with suppress(OverflowError):  # of an integer
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return False
 
 
 def shown(value: object) -> str:

@@ -133,8 +133,8 @@ class Generation:
             InputError: a drafter that was asked for is not available.
         """
         sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self._recorder
-        start = request.start
-        parser, marks = (None, None) if request.reading is None else request.reading.begin()
+        start, reading = request.start, request.reading
+        parser, marks = (None, None) if reading is None else (reading.begin()[0], reading.marks)
         decoder = StreamDecoder(tokenizer, marks) if start is None else start.decoder(marks)
         matcher = StopMatcher(request.options.stops, "" if start is None else start.text)
         tokens = None if request.options.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)

@@ -122,11 +122,8 @@ def _as_type(value: Any, kind: Any) -> Any:
             raise TypeError
         key, element = get_args(kind) or (Any, Any)
         return {_as_type(each, key): _as_type(item, element) for each, item in value.items()}
-    if kind is Any:
-        fits = True
-    else:
-        fits = isinstance(value, origin) and (origin is not os.PathLike or isinstance(os.fspath(value), str))
-    if not fits:
+    fits = kind is Any or isinstance(value, origin)
+    if not fits or (origin is os.PathLike and not isinstance(os.fspath(value), str)):
         raise TypeError
     return value
 

@@ -213,13 +213,11 @@ class BoundSession(BoundGraph):
             self._bound_generation = now
 
     def _cache_values(self, buffers: CacheBuffers) -> Sequence[ort.OrtValue]:
-        if not isinstance(buffers, NumpyBuffers):
-            raise TypeError("the buffers of the cache are not in this process's memory")
+        assert isinstance(buffers, NumpyBuffers)  # noqa: S101  others are a device's
         return [wrapped(array) for array in buffers.arrays]
 
     def _bind_growing(self, io: Any, width: int, *, with_past: bool) -> None:
-        if self._growing is None:
-            raise TypeError("only the tensors of a growing arena are bound again for every pass")
+        assert self._growing is not None  # noqa: S101  other caches are bound once
         pasts = self._growing.past()
         for past, present, tensor in zip(pasts, self._growing.present(width), self.graph_io.cache, strict=True):
             if with_past:

@@ -38,8 +38,7 @@ class HeadSession(BoundSession):
 
     def __init__(self, session: ort.InferenceSession, graph_io: GraphIO, arena: KVArena) -> None:
         super().__init__(session, graph_io, arena, hidden_states=True)
-        if graph_io.head is None:
-            raise ValueError("the graph is not a draft head")
+        assert graph_io.head is not None  # noqa: S101  `GraphSession.bind`
         self._head: Final = graph_io.head
         self._fed: tuple[Floats, Floats] | None = None
 

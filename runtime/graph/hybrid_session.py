@@ -30,8 +30,7 @@ class HybridSession(BoundSession):
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena, of a hybrid model too, from now on."""
-        if arena.states is None:
-            raise TypeError("the graph keeps states, which the arena does not have")
+        assert arena.states is not None  # noqa: S101  the graph keeps states
         super().use(arena)
         self._states = arena.states
         self._values: dict[tuple[int, int], tuple[States, list[ort.OrtValue]]] = {}

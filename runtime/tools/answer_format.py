@@ -152,16 +152,13 @@ class AnswerReading:
     several: bool = True
     """Whether the answer may have several calls; otherwise it ends with the first one."""
 
-    def begin(self) -> tuple[AnswerParser | None, Mapping[int, str]]:
-        """A parser for the answer, None where it is text alone, and the special tokens whose text it has to see."""
-        return self._begin()[0], self.marks
-
     @property
     def start_parts(self) -> AnswerParts:
         """The parts of what the answer was given to begin with, without what later text decides on."""
-        return self._begin()[1]
+        return self.begin()[1]
 
-    def _begin(self) -> tuple[AnswerParser | None, AnswerParts]:
+    def begin(self) -> tuple[AnswerParser | None, AnswerParts]:
+        """A parser for the rest of the answer, None where it is text alone, and `start_parts`."""
         from .answer_parser import answer_parser  # noqa: PLC0415 -- most answers are text alone
 
         most = None if self.several else 1

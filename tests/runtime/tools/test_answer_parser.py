@@ -303,8 +303,8 @@ def test_answers_are_recovered_from_their_tokens(family: str, tmp_path: Path) ->
         prompt, text = FAMILIES[family].written(expected)
         prompt_ids, ids = (tokenizer.encode(each, add_special_tokens=False) for each in (prompt, text))
         reading = answer_format.reading(TOOLS, prompt_ids)
-        parser, marks = reading.begin()
-        decoder = StreamDecoder(tokenizer, marks)
+        parser, _ = reading.begin()
+        decoder = StreamDecoder(tokenizer, reading.marks)
         source, parts = random.Random(number), []
         while ids:
             # A pass gives several tokens where drafts are accepted.
