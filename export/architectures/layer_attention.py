@@ -38,8 +38,7 @@ def full_attention_heads(config: Mapping[str, Any], usual: HeadShape, windows: S
     Raises:
         CheckpointError: a setting is malformed.
     """
-    overrides = config.get(_OVERRIDES)
-    if overrides is not None:
+    if (overrides := config.get(_OVERRIDES)) is not None:
         return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
     full = HeadShape(
         count(config, "num_global_key_value_heads", usual.kv_heads) if config.get(KEYS_AS_VALUES) else usual.kv_heads,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
@@ -17,7 +17,6 @@ from ..architectures.family import Family
 from ..graph.rope import Dynamic, Linear, Llama3, LongRope, QueryScaling, Rope, RopeScaling, Yarn
 from .json_fields import count, number, optional_list, optional_number
 
-SUPPORTED_SCALINGS: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 """Layer types for which `rope_parameters` may have separate settings."""
 
@@ -163,7 +162,8 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
                 attention_factor=number(settings, "attention_factor", default=magnitude),
             )
     raise CheckpointError(
-        f"rope scaling {shown(kind)} is not supported", f"supported are {', '.join(SUPPORTED_SCALINGS)}"
+        f"rope scaling {shown(kind)} is not supported",
+        "supported are default, linear, dynamic, llama3, yarn, longrope, proportional",
     )
 
 

@@ -124,7 +124,13 @@ class GgufTokenizer:
             CheckpointError: the merges or scores do not fit the tokens.
         """
         pipeline = self._byte_level(self._pre_tokenizer) if self._pre_tokenizer else self._sentence_piece()
-        settings = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": self._added_tokens()}
+        options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        added = [  # matched in a text before it is split
+            {"id": token, "content": text, **options, "special": self._is_special(token)}
+            for text, token in self._ids.items()
+            if self._is_special(token) or self._types[token] == _USER_DEFINED
+        ]
+        settings = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
         text = json.dumps(settings | pipeline, ensure_ascii=False)
         with failures_as(
             lambda why: self._metadata.wrong(f"the tokenizer is damaged: {why}", "download the file again")
@@ -237,15 +243,6 @@ class GgufTokenizer:
             "pair": around("AB"),
             "special_tokens": {text: {"id": text, "ids": [token], "tokens": [text]} for text, token in special.items()},
         }
-
-    def _added_tokens(self) -> list[Mapping[str, Any]]:
-        """Return the tokens that are matched in a text before it is split."""
-        options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        return [
-            {"id": token, "content": text, **options, "special": self._is_special(token)}
-            for text, token in self._ids.items()
-            if self._is_special(token) or self._types[token] == _USER_DEFINED
-        ]
 
     def _is_special(self, token: int) -> bool:
         return self._types[token] == _CONTROL or (self._types[token] == _UNKNOWN and self._model == "llama")

@@ -150,22 +150,22 @@ class Attention:
         The operator's own window (`local_window_size`) counts slots. In a token tree the slot of a token is further on
         than its position, so that window would end too early. It is not faster on CPU either.
         """
+        nodes, name = self._nodes, f"window.{window}"
+        if not self._biases:
+            self._append_distances()
         if window not in self._biases:
-            name = f"window.{window}"
-            distances, width = self._distances(), self._nodes.integers(f"{name}.width", window)
-            far = self._nodes.add("GreaterOrEqual", [distances, width], f"{name}.far")
-            masked = self._nodes.scalar("window.masked", _MASKED)
-            self._biases[window] = self._nodes.add("Where", [far, masked, "attention_bias"], f"{name}.bias")
+            width = nodes.integers(f"{name}.width", window)
+            far = nodes.add("GreaterOrEqual", ["window.distances", width], f"{name}.far")
+            masked = nodes.scalar("window.masked", _MASKED)
+            self._biases[window] = nodes.add("Where", [far, masked, "attention_bias"], f"{name}.bias")
         return self._biases[window]
 
-    def _distances(self) -> str:
+    def _append_distances(self) -> None:
         """Append the distances in positions from the M new tokens back to all T tokens, int64 [M, T].
 
         The position of a cached token is its slot; the positions of the new tokens are an input.
         """
         nodes = self._nodes
-        if self._biases:
-            return "window.distances"
         zero, one = (nodes.constant(f"window.{name}", np.array(value)) for name, value in (("zero", 0), ("one", 1)))
         first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
         new = nodes.add("Squeeze", ["position_ids", first], "window.new")
@@ -175,4 +175,4 @@ class Attention:
         slots = nodes.add("Range", [zero, cached, one], "window.slots")
         keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
         queries = nodes.add("Unsqueeze", [new, last], "window.queries")
-        return nodes.add("Sub", [queries, keys], "window.distances")
+        nodes.add("Sub", [queries, keys], "window.distances")

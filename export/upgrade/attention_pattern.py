@@ -23,7 +23,7 @@ import numpy as np
 
 from ...errors import BundleError, ExportError
 from .decoder_io import CacheTensor, PassShape, joined_caches
-from .editable import EditableGraph, Node
+from .editable import Node
 from .graph_parts import Array
 from .subgraph_runner import SubgraphRunner, channels, sizes
 
@@ -115,9 +115,14 @@ def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CacheTensor])
     products = {name for node in graph.nodes_of("MatMul") for name in node.outputs}
     scores = _single_source(runner, softmax.input(0), _BEFORE_SOFTMAX, products)
     product = None if scores is None else graph.producer(scores)
-    weighted = _product_with_values(graph, softmax.output(0))
-    if scores is None or product is None or weighted is None:
+    if scores is None or product is None:
         return None
+    weighted, probs = None, softmax.output(0)
+    while weighted is None or weighted.op != "MatMul":  # the product of the probabilities with the values
+        weighted = graph.sole_reader(probs, "MatMul", *_AFTER_SOFTMAX, besides=("CastLike", "IsNaN", "Shape"))
+        if weighted is None:
+            return None
+        probs = weighted.output(0)
     key = _single_source(runner, product.input(1), _LAYOUT | _SCALING, cached)
     value = _single_source(runner, weighted.input(1), _LAYOUT | _SCALING, cached)
     shape = runner.shape(scores)
@@ -131,30 +136,14 @@ def _site(runner: SubgraphRunner, softmax: Node, cached: dict[str, CacheTensor])
         if reader is None:
             return None
         merged = reader.output(0)
-    query = _unscaled(runner, product.input(0))
-    return Attention(cached[key], cached[value], query, scores, softmax, merged, heads)
-
-
-def _product_with_values(graph: EditableGraph, probs: str) -> Node | None:
-    """The product of the attention probabilities with the values."""
-    node = None
-    while node is None or node.op != "MatMul":
-        node = graph.sole_reader(probs, "MatMul", *_AFTER_SOFTMAX, besides=("CastLike", "IsNaN", "Shape"))
-        if node is None:
-            return None
-        probs = node.output(0)
-    return node
-
-
-def _unscaled(runner: SubgraphRunner, name: str) -> str:
-    """The value before multiplications by single numbers."""
-    while (node := runner.graph.producer_of(name, *_SCALING)) is not None:
+    query = product.input(0)
+    while (node := graph.producer_of(query, *_SCALING)) is not None:  # multiplications by single numbers
         followed = runner.inputs(node)
         shapes = [runner.shape(each) for each in node.inputs if each not in followed]
         if len(followed) != 1 or not all(shape is not None and set(shape) <= {1} for shape in shapes):
             break
-        name = followed[0]
-    return name
+        query = followed[0]
+    return Attention(cached[key], cached[value], query, scores, softmax, merged, heads)
 
 
 def _identify(runner: SubgraphRunner, site: Attention, layer: int, context: int) -> Attention:

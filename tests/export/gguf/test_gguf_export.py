@@ -117,9 +117,7 @@ def test_every_tensor_type_exports_its_decoded_weights(tmp_path, kind: str) -> N
     report = export_checkpoint(file, tmp_path / "bundle", STORED)
     weight_format = {**EXACT, **OTHER, **K_QUANTS}[kind]
     weights = open_bundle(report.bundle).manifest.weights
-    assert {weight_format for linear, weight_format in weights.items() if linear.startswith("layers")} == {
-        weight_format
-    }
+    assert {found for linear, found in weights.items() if linear.startswith("layers")} == {weight_format}
     assert weights["embedding"] == weights["head"] == (INT8 if weight_format == OFFSETS else weight_format)
     # The remaining error comes from 8-bit activations and from 8-bit offsets or weights.
     assert report.parity.mean_kl < 0.05

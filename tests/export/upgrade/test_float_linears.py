@@ -63,11 +63,9 @@ def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat,
 
     def read(name: str, rows: int, columns: int, weight_format: WeightFormat) -> Floats:
         matrix = weights(name, rows, columns)
-        return (
-            matrix
-            if weight_format.bits == 32
-            else dequantize_rows(*quantize_rows(matrix, weight_format), columns, weight_format)
-        )
+        if weight_format.bits == 32:
+            return matrix
+        return dequantize_rows(*quantize_rows(matrix, weight_format), columns, weight_format)
 
     table = read("table", VOCABULARY, WIDTH, head_format)
     value = table[ids]
