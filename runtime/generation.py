@@ -230,9 +230,8 @@ class Generation:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        if request.overflow is Overflow.ERROR or request.recording is not None or left == 0:
-            return None
-        if not self._make_room(left):
+        ends = request.overflow is Overflow.ERROR or request.recording is not None or left == 0
+        if ends or not self._make_room(left):
             return None
         recorder.shifts += 1
         generated = len(self._answer_ids) - len(self._start_ids)

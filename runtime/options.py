@@ -180,12 +180,9 @@ class GenerateOptions(OptionRecord):
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         check_tool_choice(self.tool_choice)
-        documents = (self.template_variables or {}).get("documents", ())
-        if documents is not None and not (
-            isinstance(documents, Sequence)
-            and not isinstance(documents, str)
-            and all(isinstance(each, Mapping) for each in documents)
-        ):
+        documents = (self.template_variables or {}).get("documents")
+        is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
+        if documents is not None and not (is_list and all(isinstance(each, Mapping) for each in documents)):
             raise InputError(f"template_variables: documents is {shown(documents)}", "it must be a list of objects")
         if self.response_format is not None and self.ignore_eos:
             raise InputError(

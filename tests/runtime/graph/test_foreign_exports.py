@@ -106,14 +106,8 @@ def greedy_with_stacked_cache(graph: Path, prompt: list[int], count: int) -> lis
             "attention_mask": np.ones((1, total), np.int32),
         }
         logits, *present = session.run(None, feeds | past)
-        past = {
-            name.replace("present", "past"): value for name, value in zip(cache_outputs(session), present, strict=True)
-        }
+        names = [value.name.replace("present", "past") for value in session.get_outputs()]
+        past = dict(zip(names[1:], present, strict=True))
         new, cached = [int(logits[0, -1].argmax())], total
         tokens += new
     return tokens
-
-
-def cache_outputs(session: onnxruntime.InferenceSession) -> list[str]:
-    """Names of the outputs after the first, the logits."""
-    return [value.name for value in session.get_outputs()][1:]

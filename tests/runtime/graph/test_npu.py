@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,16 +29,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(call: str, *arguments: object, cache: Path | None = None) -> object:
+def run(call: str, *arguments: object, cache: Path | None = None) -> Any:
     """Call a function of `support.static_bundles` in a new process, with its own cache folder if one is given."""
     script = f"import json, sys\nfrom support import static_bundles\nprint(json.dumps(static_bundles.{call}))"
     environment = {} if cache is None else {"EDGERUN_CACHE": str(cache)}
     return run_json_script(script, *arguments, environment=environment)
 
 
-def require_agreement(result: object, capacities: list[int]) -> int:
+def require_agreement(result: dict[str, Any], capacities: list[int]) -> int:
     """Check what `compare_text` found; returns the number of near ties that the NPU decides in another way."""
-    assert isinstance(result, dict)
     assert result["entries"] == {"session.disable_cpu_ep_fallback": "1"}
     assert not result["on_cpu"]
     margins = []
@@ -80,7 +80,6 @@ def test_compiled_contexts_are_used_while_they_are_sound(bundle: Path, tmp_path:
 
 def test_conversations_drafts_and_prefixes(bundle: Path, tmp_path: Path) -> None:
     result = run("converse(*sys.argv[1:])", bundle, tmp_path)
-    assert isinstance(result, dict)
     assert result["context"] == 64, "the largest context that has graphs"
     assert result["resumed"] > 0
     assert result["plain"] == 0, "the CPU's slots are not the NPU's"

@@ -72,6 +72,8 @@ def test_a_model_without_a_template_continues_from_its_first_token(tmp_path: Pat
 
 
 def test_sampling_stops_at_a_model_that_samples_empty_texts_only(tmp_path: Path) -> None:
+    from edgerun.export import FP32, ExportRecipe, export_checkpoint
+
     source = tiny.write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
     tensors = tiny.tiny_weights(tiny.tiny_config(tie_word_embeddings=False))
     for name, value in tensors.items():
@@ -81,14 +83,8 @@ def test_sampling_stops_at_a_model_that_samples_empty_texts_only(tmp_path: Path)
     tensors["model.embed_tokens.weight"][:] = 1
     tensors["lm_head.weight"][0] = 10
     tiny.write_weights(source, tensors)
-    bundle = exported(source, tmp_path / "bundle")
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
     assert sample_texts(bundle, 300, 80, 0) == []
-
-
-def exported(source: Path, destination: Path) -> Path:
-    from edgerun.export import FP32, ExportRecipe, export_checkpoint
-
-    return export_checkpoint(source, destination, ExportRecipe(FP32)).bundle
 
 
 def test_conversations_are_read_from_json_lines(tmp_path: Path) -> None:
