@@ -66,22 +66,15 @@ def read_convolutions(config: Mapping[str, Any], layers: int) -> ConvolutionConf
     """
     kinds = optional_list(config, "layer_types", layers)
     if kinds is None:
-        kinds = [_ATTENTION if each else _CONVOLUTION for each in _listed(config, layers)]
+        indices = list(range(layers)) if config.get(_LISTED) is None else config[_LISTED]
+        if not isinstance(indices, list) or any(not is_whole(each, 0) or each >= layers for each in indices):
+            raise CheckpointError(f"config.json: {_LISTED} must list layers below {layers}, found {shown(indices)}")
+        kinds = [_ATTENTION if layer in indices else _CONVOLUTION for layer in range(layers)]
     return ConvolutionConfig(
         layers_of_kind(kinds, (_CONVOLUTION,), (_ATTENTION,)),
         count(config, "conv_L_cache", default=3, minimum=2, maximum=MAX_KERNEL),
         bool(config.get("conv_bias", False)),
     )
-
-
-def _listed(config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Whether each layer has attention, where the settings list the indices of those that do."""
-    indices = config.get(_LISTED)
-    if indices is None:
-        return [True] * layers
-    if not isinstance(indices, list) or any(not is_whole(each, 0) or each >= layers for each in indices):
-        raise CheckpointError(f"config.json: {_LISTED} must list layers below {layers}, found {shown(indices)}")
-    return [layer in indices for layer in range(layers)]
 
 
 @dataclass(frozen=True)

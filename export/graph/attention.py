@@ -38,7 +38,12 @@ class Attention:
                 nodes.weights.constant(f"{name}.cos", cosines),
                 nodes.weights.constant(f"{name}.sin", sines),
             )
-        self._query_scales = self._append_query_scales(context)
+        self._query_scales: str | None = None
+        """The factors of the M new tokens' queries, [1, M, 1]; None if all are 1 within the context."""
+        scaling = config.query_scaling
+        if scaling is not None and context > scaling.original_positions:
+            factors = nodes.weights.constant("query.factors", scaling.table(context))
+            self._query_scales = nodes.add("Gather", [factors, "position_ids"], "query.scales", axis=0)
 
     def append(self, index: int, layer: Layer, normed: str) -> str:
         """Append layer `index` without its output projection; returns the name of [1, M, heads * head_dim]."""
@@ -107,14 +112,6 @@ class Attention:
         halves = nodes.split(split, [f"{name}.query.half", f"{name}.output_gate.half"], widths)
         query, gate = nodes.together(halves[0], f"{name}.query"), nodes.together(halves[1], f"{name}.output_gate")
         return [query, key, value, gate]
-
-    def _append_query_scales(self, context: int) -> str | None:
-        """Append the factors of the M new tokens' queries, [1, M, 1]; None if all are 1 within the context."""
-        nodes, scaling = self._nodes, self._nodes.config.query_scaling
-        if scaling is None or context <= scaling.original_positions:
-            return None
-        factors = nodes.weights.constant("query.factors", scaling.table(context))
-        return nodes.add("Gather", [factors, "position_ids"], "query.scales", axis=0)
 
     def _widths(self, settings: LayerAttention, parts: int) -> str:
         config = self._nodes.config

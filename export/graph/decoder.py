@@ -119,16 +119,12 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
         normed = residual if next_norm is None else nodes.norm(residual, next_norm, f"{name}.next_norm")
     entering[config.layers] = residual
     if features is not None:
-        _append_features(nodes, [entering[each] for each in features.layers] or [normed])
+        states = [entering[each] for each in features.layers] or [normed]  # [1, M, hidden] each, side by side
+        joined = states[0] if len(states) == 1 else nodes.add("Concat", states, "features.joined", axis=-1)
+        nodes.add("Squeeze", [joined, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
     if whole:
         normed = nodes.add("Gather", [normed, "logit_rows"], "asked.normed", axis=1)
     return append_head(nodes, normed, embedding)
-
-
-def _append_features(nodes: Nodes, states: list[str]) -> None:
-    """Append the output for a draft head: hidden states [1, M, hidden], side by side."""
-    joined = states[0] if len(states) == 1 else nodes.add("Concat", states, "features.joined", axis=-1)
-    nodes.add("Squeeze", [joined, nodes.integers("features.axes", 0)], inputs_outputs.DRAFT_FEATURES)
 
 
 def add_to_residual(
