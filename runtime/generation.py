@@ -166,7 +166,7 @@ class Generation:
                             )
                             chunk = chunk if parser is None else chunk.with_parts(parser.push(text))
                             yield chunk
-                            if chunk.tool_calls and request.ends_with_call:
+                            if chunk.tool_calls and reading is not None and not reading.several:
                                 matcher.stop()
                                 finish = FinishReason.STOP
                         if matcher.stopped:

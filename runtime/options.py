@@ -283,11 +283,6 @@ class Request:
     """How reasoning and calls are found in the answer; None where it is text alone."""
 
     @property
-    def ends_with_call(self) -> bool:
-        """Whether the answer ends with its first call of a function."""
-        return self.reading is not None and not self.reading.several
-
-    @property
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of the answer's tokens are computed."""
         return self.options.ranked or self.options.logprobs is not None
