@@ -23,7 +23,6 @@ from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.kv import layer_states
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
-from support.adversarial_drafters import FixedCost
 from support.draft_heads import check_counts, eager_engine, export_with_eagle_head, export_with_mtp_module
 from support.nightly import some_nightly
 from support.tiny_models import write_bundle, write_checkpoint
@@ -118,8 +117,6 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def drafted(bundle: tuple[Path, str]) -> Iterator[Drafted]:
     with eager_engine(bundle[0]) as engine:
-        # Trees have up to eight tokens here; engines that a test opens for itself draft larger ones.
-        engine.model.drafters._pass_cost = FixedCost({128: {1: 1.0, 2: 1.0001, 8: 1.0005, 9: 9.0}})
         yield Drafted(engine, bundle[1])
 
 
