@@ -288,10 +288,15 @@ class SharedPasses:
         """Free the packed graphs; passes run alone from now on."""
         for graph in self._graphs:
             graph.close()
+        self._graphs.clear()  # each refers to its session, which maps the files of the weights
 
     def _run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, those of each graph together if they are several."""
+        graphs = dict.fromkeys(each.graph for each in texts)
         for graph in self._graphs:
+            if graph not in graphs:
+                graph.release()
+        for graph in graphs:
             own = [each for each in texts if each.graph is graph]
             packed = graph.packed() if len(own) > 1 else None
             if packed is None:
