@@ -250,30 +250,27 @@ class SharedPasses:
     def run(self, text: TextBinding, options: ort.RunOptions) -> None:
         """Run a pass, alone in its graph or together with those of the same graph that are handed in meanwhile.
 
+        The turn is given to others until their passes are handed in too. The first thread that has it back runs all of
+        them; the others find that theirs have run.
+
         Raises:
-            Exception: ONNX Runtime failed; all texts of the pass get the same error.
+            Exception: ONNX Runtime failed; all texts of the same pass get the same error.
         """
-        error, text.error, handed_in = None, None, self._handed_in
-        handed_in.append(text)
-        handed_in_at = time.perf_counter()
-        try:
-            if not text.graph.cannot_share:
-                self._gather(lambda: text not in handed_in or len(handed_in) == self.texts)
-        except BaseException:
-            if text in handed_in:
-                handed_in.remove(text)
-            raise
-        if text in handed_in:
-            texts = sorted(handed_in, key=lambda each: each.number)
-            handed_in.clear()
+        handed_in, handed_in_at = self._handed_in, time.perf_counter()
+        if text.graph.cannot_share:  # it waits for nobody, and leaves those that wait for each other alone
+            self._run([text], options)
+        else:
+            handed_in.append(text)
             try:
+                self._gather(lambda: text not in handed_in or len(handed_in) == self.texts)
+            except BaseException:
+                if text in handed_in:
+                    handed_in.remove(text)
+                raise
+            if text in handed_in:
+                texts = sorted(handed_in, key=lambda each: each.number)
+                handed_in.clear()
                 self._run(texts, options)
-            except BaseException as caught:
-                interrupted = None if isinstance(caught, Exception) else RuntimeError("the pass was interrupted")
-                for each in texts:
-                    each.error = interrupted or caught
-                if interrupted is not None:
-                    raise
         text.others = text.others._replace(waited_s=time.perf_counter() - handed_in_at - text.pass_s)
         error, text.error = text.error, None
         if error is not None:
@@ -291,25 +288,39 @@ class SharedPasses:
         self._graphs.clear()  # each refers to its session, which maps the files of the weights
 
     def _run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
-        """Run the passes of some texts, those of each graph together if they are several."""
+        """Run the passes of some texts, those of each graph together if they are several; texts keep their errors."""
         graphs = dict.fromkeys(each.graph for each in texts)
         for graph in self._graphs:
             if graph not in graphs:
                 graph.release()
+        interrupted = RuntimeError("the pass was interrupted")
+        for each in texts:
+            each.error = interrupted
         for graph in graphs:
             own = [each for each in texts if each.graph is graph]
             packed = graph.packed() if len(own) > 1 else None
             if packed is None:
                 graph.release()
             for part in [own] if packed is not None else [[each] for each in own]:
-                started = time.perf_counter()
-                if packed is not None:
-                    packed.run(part, options)
-                else:
-                    part[0].others = ALONE
-                    graph.session.run_with_iobinding(part[0], options)
-                passes, all_texts, all_tokens = self.totals
-                tokens = sum(each.inputs[self._tokens].shape()[1] for each in part)
-                self.totals = PassTotals(passes + 1, all_texts + len(part), all_tokens + tokens)
-                for each in part:
-                    each.pass_s = time.perf_counter() - started
+                self._run_pass(graph, packed, part, options)
+
+    def _run_pass(
+        self, graph: SharedGraph, packed: PackedPasses | None, texts: Sequence[TextBinding], options: ort.RunOptions
+    ) -> None:
+        """Run one pass, in the packed form of a graph or in the graph itself."""
+        started = time.perf_counter()
+        try:
+            if packed is not None:
+                packed.run(texts, options)
+            else:
+                texts[0].others = ALONE
+                graph.session.run_with_iobinding(texts[0], options)
+        except Exception as error:  # noqa: BLE001  each text raises it in its own thread
+            for each in texts:
+                each.error = error
+            return
+        passes, all_texts, all_tokens = self.totals
+        tokens = sum(each.inputs[self._tokens].shape()[1] for each in texts)
+        self.totals = PassTotals(passes + 1, all_texts + len(texts), all_tokens + tokens)
+        for each in texts:
+            each.error, each.pass_s = None, time.perf_counter() - started

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgerun.errors import EdgeError
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.prefill import prefill
@@ -57,3 +58,38 @@ def test_texts_of_a_pass_are_what_they_are_alone(tiny_bundle_of: Callable[[str, 
     passes, texts_run, tokens_run = shared.totals
     assert (passes, texts_run) == (12, 4 * (1 + 2 + 3))
     assert tokens_run > texts_run
+
+
+def test_texts_of_another_graph_are_spared_its_errors_and_do_not_wait_for_it(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, further = (GraphSession(tiny_bundle / "model.onnx", CPU) for _ in range(2))
+    others: list[Callable[[], object]] = []
+    shared = graph.share_passes(TEXTS, lambda _: [others.pop()() for _ in range(len(others))])
+    further.join(shared)
+    first, second, of_further = (each.bind(each.arena(100)) for each in (graph, graph, further))
+    for bound in (first, second, of_further):
+        bound.shares_passes = True
+    expected = graph.bind(graph.arena(100)).forward([7, 8]).copy()
+    shown: list[object] = []
+
+    def fails() -> None:
+        with pytest.raises(EdgeError, match="the model failed to run: no memory") as raised:
+            of_further.forward([5])
+        shown.append(raised.value)
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(further._session, "run_with_iobinding", out_of_memory)
+    others[:] = [fails]
+    np.testing.assert_array_equal(first.forward([7, 8]), expected)
+    assert len(shown) == 1
+    assert shared.totals[:2] == (1, 1)
+    # Without a packed form, its passes run at once, and leave those of others to meet.
+    monkeypatch.undo()
+    monkeypatch.setattr(of_further._io.graph, "cannot_share", True)
+    others[:] = [lambda: shown.append(second.forward([7, 8]).copy()), lambda: of_further.forward([5])]
+    np.testing.assert_allclose(first.forward([7, 8]), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(shown[1], expected, rtol=1e-4, atol=1e-4)
+    assert shared.totals[:2] == (3, 4)
