@@ -117,6 +117,14 @@ def test_several_answers_differ_unless_greedy_decoding_was_chosen(page: Window) 
     assert "it must be at most 8" in error_of(page.client, f"/api/messages/{first['id']}/regenerate", 400, count=9)
 
 
+def test_one_of_several_answers_is_stopped(page: Window) -> None:
+    sampling = {"max_tokens": 400, "temperature": 1.0}
+    first = answered(page, new_conversation(page.client, model="endless", sampling=sampling))
+    answers = post(page.client, f"/api/messages/{first['id']}/regenerate", count=3)["answers"]
+    post(page.client, f"/api/messages/{answers[2]['id']}/stop")
+    assert [page.wait_for_end(answer["id"])["state"] for answer in answers] == ["length", "length", "stopped"]
+
+
 def test_continuing_gives_the_text_of_an_answer_in_one_piece(page: Window) -> None:
     conversation = new_conversation(page.client, sampling={"max_tokens": 6})
     first = answered(page, conversation)

@@ -49,6 +49,9 @@ def test_an_answer_that_is_left_as_written_or_cut_off_is_text(engine: edgerun.En
 def test_an_answer_with_one_call_ends_with_it(engine: edgerun.Engine) -> None:
     reply = engine.generate([QUESTION], tools=[WEATHER], parallel_tool_calls=False, speculation=edgerun.Speculation.OFF)
     assert [call.values for call in reply.tool_calls] == [{"city": "Paris"}]
+    assert (reply.reasoning, reply.unparsed) == ("Paris and Rome", False)
+    (call,) = reply.message["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     assert reply.finish_reason is edgerun.FinishReason.STOP
     assert reply.stats.completion_tokens == len(CALLS) - 2
 

@@ -397,6 +397,12 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(body: bytes,
     assert caught.value.code is ErrorCode.TOO_LARGE
 
 
+@pytest.mark.parametrize("body", [b'{"a": ' + b"[" * 200_001, b'{"a": [' + b"1," * 2_000_000 + b"1]}"])
+def test_the_largest_numbers_of_values(body: bytes) -> None:
+    with pytest.raises(RequestError, match="has more than 200000 objects and lists, or 2000000 values"):
+        read_object(body)
+
+
 def test_large_bodies_of_texts_and_of_token_ids_are_read() -> None:
     text = '[{,\\"' * 300_000
     assert read_object(json.dumps({"text": text}).encode()) == {"text": text}

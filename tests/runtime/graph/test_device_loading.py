@@ -63,7 +63,11 @@ def told(action: str, environment: dict[str, str] | None = None) -> str:
 @pytest.mark.parametrize(
     ("action", "environment", "said"),
     [
-        ("load(choose_device('gpu'))[0].get_providers()", None, "['WebGpuExecutionProvider'"),
+        (
+            "[load(choose_device('gpu'))[1].on_cpu, load(choose_device('gpu'))[0].get_providers()]",
+            None,
+            "[{}, ['WebGpuExecutionProvider'",
+        ),
         # Asking ONNX Runtime by name, without the handle of a device, gives a session on the CPU.
         (
             "[registered_plugins(), load(Device('WebGpuExecutionProvider', DeviceKind.GPU))]",

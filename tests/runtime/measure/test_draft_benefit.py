@@ -90,3 +90,6 @@ def test_texts_that_are_too_short_are_errors_and_long_ones_are_cut(
     # Of the second text, three tokens are replayed.
     monkeypatch.setattr(draft_benefit, "_MAX_TOKENS", 12)
     assert measure_draft_benefit(bundle, [np.arange(20, 29), np.arange(30, 200)]).agreement == 1.0
+    monkeypatch.setattr(draft_benefit, "_MAX_TOKENS", 2)
+    with pytest.raises(InputError, match="no text is long enough to measure a draft on"):
+        measure_draft_benefit(bundle, [np.arange(20, 29)])
