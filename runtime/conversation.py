@@ -94,7 +94,7 @@ class Session:
         start = self._model.answer_start(chosen)
         return AnswerStream(
             self._model.queue,
-            lambda ticket: self._answer(text, chosen, start, partial(self._model.queue.pass_turn, ticket)),
+            lambda ticket: self._answer(text, chosen, start, partial(self._model.queue.yield_turn, ticket)),
             self,
             # The text has not been encoded yet; few tokens are shorter than a character.
             cache_bytes=self._model.cache_bytes(len(self._chat.ids if self._chat.messages else ()) + len(text), chosen),

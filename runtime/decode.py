@@ -72,7 +72,8 @@ class DecodeLimits:
     eos: frozenset[int] = frozenset()
     """End-of-sequence token ids."""
     cancelled: Callable[[], bool] = never
-    """Called before every pass; True ends decoding."""
+    """Called before every pass; True ends decoding. In an engine it is `RequestQueue.yield_turn`, which lets other
+    requests run a pass before it returns."""
     progress: Progress = silent
     """Receives the share of the prompt that has been read."""
 

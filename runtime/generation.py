@@ -88,7 +88,7 @@ class Generation:
         tokenizer: the model's.
         drafters: the model's.
         shift: drops slots of the model's caches, for answers that outgrow the context.
-        cancelled: called before every pass; True ends the answer.
+        cancelled: called before every pass; True ends the answer. Other requests may run passes inside the call.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Generation:
         self._constraint: GrammarState | None = None
         """Where the answer is in its grammar."""
         self._epsilon: float | None = None
-        """Largest difference of a near tie: 0 for an exact answer without drafts, None for one that is not exact."""
+        """Largest difference of a near tie; None for an answer that is not exact. With 0, for an exact one without
+        drafts, only slots that earlier answers left in the cache, and that are not plain decoding's, are recomputed."""
         self._start_ids = () if request.start is None else tuple(request.start.token_ids)
         self._prompt_length = len(request.prompt_ids) - len(self._start_ids)
         """Number of tokens of the sequence that are not the answer's."""
@@ -210,13 +211,13 @@ class Generation:
         request, recorder = self._request, self._recorder
         if request.options.exact and request.recording is None:
             # An exact answer is decoded plainly where the noise of wide passes has no sound bound.
-            verified: Speculator | None = None
+            exact_speculator: Speculator | None = None
             self._epsilon = 0.0
             if speculator is not None and request.sampling.greedy:
                 report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
                 if report.noise.sound:
-                    verified, self._epsilon = speculator, report.epsilon
-            speculator = verified
+                    exact_speculator, self._epsilon = speculator, report.epsilon
+            speculator = exact_speculator
         self._speculator = speculator
         self._sequence.bound.base_only = request.options.exact
         self._sequence.bound.shares_passes = not request.options.exact

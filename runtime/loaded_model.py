@@ -281,7 +281,7 @@ class LoadedModel:
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
                 return PromptAnswers(self, request, self._continued_prefix(request), ticket).chunks()
-            return self.generate(sequence, request, partial(self.queue.pass_turn, ticket))
+            return self.generate(sequence, request, partial(self.queue.yield_turn, ticket))
 
         return AnswerStream(
             self.queue,
@@ -331,7 +331,7 @@ class LoadedModel:
         request = Request(prompt_ids, options, options.sampling(self.defaults), recording=recording, grammar=grammar)
         return AnswerStream(
             self.queue,
-            lambda ticket: self.generate(sequence, request, partial(self.queue.pass_turn, ticket)),
+            lambda ticket: self.generate(sequence, request, partial(self.queue.yield_turn, ticket)),
             sequence,
         )
 

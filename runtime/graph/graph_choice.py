@@ -213,6 +213,7 @@ class ChosenSession(BoundGraph):
             takes = graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
+                    # Timed passes run alone; the graph that runs the pass itself gets the answer's setting below.
                     self._base.shares_passes = chosen.shares_passes = False
                     graph.measure(new, self._base, chosen)
                     if not graph.takes(new, base):

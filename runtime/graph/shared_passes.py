@@ -290,12 +290,10 @@ class SharedPasses:
     def _run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, those of each graph together if they are several; texts keep their errors."""
         graphs = dict.fromkeys(each.graph for each in texts)
-        for graph in self._graphs:
-            if graph not in graphs:
-                graph.release()
-        interrupted = RuntimeError("the pass was interrupted")
+        for graph in set(self._graphs).difference(graphs):
+            graph.release()
         for each in texts:
-            each.error = interrupted
+            each.error = RuntimeError("the pass was interrupted")  # until its pass has run
         for graph in graphs:
             own = [each for each in texts if each.graph is graph]
             packed = graph.packed() if len(own) > 1 else None

@@ -44,8 +44,8 @@ class KVArena(ABC):
         groups: indices into `tensor_types` by type, in order of appearance.
         slot_bytes: bytes of one slot of all tensors.
         length: number of committed slots.
-        plain_length: number of leading slots that equal those of plain decoding bit for bit: all before the first slot
-            that a pass over draft tokens wrote.
+        plain_length: number of leading slots that equal those of plain decoding bit for bit: all that prefill or passes
+            over one token wrote in the model's own graph, before the first one of a draft pass or of a further graph.
         last_prefill: first slot that the last prefill pass of the prompt wrote, and the slot after its last one.
         is_plain: whether the graph of plain decoding wrote the slots that are not committed yet.
         features: the target's hidden states at the tokens of the slots, for a draft head; None for none.

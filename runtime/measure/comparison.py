@@ -173,7 +173,7 @@ class Comparison:
             bound.base_only = True
             prefill(bound, prompt[:-1])
             bound.shares_passes = True
-            limits = replace(self._limits, cancelled=partial(queue.pass_turn, taker))
+            limits = replace(self._limits, cancelled=partial(queue.yield_turn, taker))
             yield from decode(bound, prompt, self._sampler(self._greedy), limits, speculator)
 
         # Chains in every other answer, beside trees.

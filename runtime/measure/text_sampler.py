@@ -147,7 +147,7 @@ class SelfTextSampler:
         def continued(text: SampledText, bound: BoundGraph, seed: int, taker: TurnTaker) -> Generator[int, None, None]:
             bound.shares_passes = True
             sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), vocab_size)
-            limits = DecodeLimits(max_tokens - len(text.tokens), cancelled=partial(queue.pass_turn, taker))
+            limits = DecodeLimits(max_tokens - len(text.tokens), cancelled=partial(queue.yield_turn, taker))
             for step in decode(bound, [*text.tokens], sampler, limits):
                 if step.tokens[0] in end_tokens:
                     text.end = step.tokens[0]

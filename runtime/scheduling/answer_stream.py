@@ -21,7 +21,7 @@ from .request_queue import Chunks, RequestQueue, Ticket
 from .request_run import LoopQueue, Run
 
 Generate: TypeAlias = Callable[[Ticket], Chunks]
-"""Begins to generate an answer, which calls `RequestQueue.pass_turn` before every pass."""
+"""Begins to generate an answer, which calls `RequestQueue.yield_turn` before every pass."""
 
 
 class AnswerStream(Iterator[Chunk]):

@@ -1,9 +1,9 @@
 """The request queue of an engine: how many answers are generated at a time, and which requests wait.
 
-A few answers have a place, and the turn goes around among them: each prepares one forward pass in its turn, and the
-last one runs those that were handed in, together. A pass that cannot be shared runs in its turn. Other requests wait
-for a place, in order, and so do those whose KV caches do not fit in memory beside those of the others. Waiting can be
-cancelled; waiting that would deadlock raises an error instead.
+A few answers have a place, and the turn goes around among them: each prepares one forward pass in its turn, and who
+first has the turn back runs those that were handed in, together. A pass that cannot be shared runs in its turn. Other
+requests wait for a place, in order, and so do those whose KV caches do not fit in memory beside those of the others.
+Waiting can be cancelled; waiting that would deadlock raises an error instead.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class RequestQueue:
             self._end_dropped()
             yield
 
-    def pass_turn(self, taker: TurnTaker) -> bool:
+    def yield_turn(self, taker: TurnTaker) -> bool:
         """Let the others run a pass each, if this one has run one in its turn; return whether it was cancelled.
 
         Called before every pass.

@@ -1,7 +1,8 @@
 """Several answers to one prompt, generated together, and the choice of the best.
 
-The prompt is read once. Each answer begins with a copy of its KV cache, up to the last prefill pass, which runs again:
-so each answer begins with the very logits that a single request with its seed has. They share the passes that follow.
+The prompt is read once, by the first answer. Each other one begins with a copy of its KV cache, up to the last prefill
+pass, which runs again: so each answer begins with the very logits that a single request with its seed has. They share
+the passes that follow.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def run_together(
 
     Args:
         queue: the queue of the engine. Where the caller has the turn, others get it while this waits for items.
-        starts: begin the generators, which call `RequestQueue.pass_turn` before every pass.
+        starts: begin the generators, which call `RequestQueue.yield_turn` before every pass.
         takers: who takes turns for each generator; those that run at a time wait for each other before a pass.
         at_once: number of generators that run at a time; the next one begins where one ends.
         ready: set when others than the first may begin; None if they may at once.
@@ -237,7 +238,7 @@ class PromptAnswers:
         options = self._request.options
         mine = (index,) if not options.ranked and index >= 0 else range(options.n)
         ended = self._ticket.cancelled or not self._ticket.ended.isdisjoint(mine)
-        return self._model.queue.pass_turn(taker) or ended
+        return self._model.queue.yield_turn(taker) or ended
 
 
 def repeated(generated: Chunks, count: int) -> Chunks:

@@ -46,8 +46,9 @@ class TokenPrices(NamedTuple):
     """Cost of a wider pass and of time, in tokens that plain decoding would produce meanwhile."""
 
     positions: Sequence[float]
-    """Entry n: price of one more token position, the cheapest per position, when the tree has n + 1 nodes. The length
-    is the maximum number of nodes."""
+    """Entry n: lowest mean price of the next one to four token positions, when the tree has n + 1 nodes. The time of a
+    pass rises in steps, which growth may have to cross; pruning charges the exact time. The length is the maximum
+    number of nodes."""
     second: float
     """Price of a second: the decoding rate, in tokens per second."""
 

@@ -327,9 +327,10 @@ class Speculator:
                     drafter.learn(tokens[place], logits[place])
 
     def _update_prices(self, context: int) -> None:
+        """Update the seconds of passes by tokens of this sequence, beside those of others, and the prices."""
         self._priced = self.others
-        beside = self.others.tokens
-        self._curve = curve = self.cost.curve(context, beside + self._max_width)[beside:].tolist()
+        other_tokens = self.others.tokens
+        self._curve = curve = self.cost.curve(context, other_tokens + self._max_width)[other_tokens:].tolist()
         rate = self.rate
         prices = []
         for width in range(1, len(curve)):

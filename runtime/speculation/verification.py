@@ -110,7 +110,7 @@ class NearTies:
         """Number of passes that recomputed near ties, of one token each."""
 
     def reset(self, prompt: Sequence[int]) -> None:
-        """Start a new sequence; recompute cached slots that were written by wide passes as plain decoding does.
+        """Start a new sequence; recompute the cached slots after `plain_length`, one token at a time.
 
         Raises:
             Cancelled: the caller cancelled.

@@ -316,7 +316,7 @@ def test_one_of_several_answers_is_cancelled(engine: Engine) -> None:
 
 
 def test_equal_answers_are_generated_once(engine: Engine) -> None:
-    before = engine.model.queue.pass_turn
+    before = engine.model.queue.yield_turn
     passes = 0
 
     def counted(ticket: Ticket) -> bool:
@@ -324,7 +324,7 @@ def test_equal_answers_are_generated_once(engine: Engine) -> None:
         passes += 1
         return before(ticket)
 
-    engine.model.queue.pass_turn = counted  # type: ignore[method-assign]
+    engine.model.queue.yield_turn = counted  # type: ignore[method-assign]
     alone = engine.generate("the other thing", max_tokens=20)
     needed, passes = passes, 0
     reply = engine.generate("the other thing", max_tokens=20, n=3, best_of=5)
