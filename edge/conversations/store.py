@@ -202,14 +202,14 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
         titles = f"""
             SELECT id, title, NULL, title FROM conversation
             WHERE deleted IS NULL AND {condition.replace("{}", "title")} ORDER BY updated DESC LIMIT ?
-        """  # noqa: S608
+        """  # noqa: S608  words are bound as parameters
         messages = f"""
             SELECT message.conversation, title, message.id, message.content
             FROM message JOIN conversation ON conversation.id = message.conversation
             WHERE {condition.replace("{}", "message.content")}
                 AND message.deleted IS NULL AND conversation.deleted IS NULL
             ORDER BY message.number DESC LIMIT ?
-        """  # noqa: S608
+        """  # noqa: S608  words are bound as parameters
         rows = [row for statement in (titles, messages) for row in self.sql(statement, *words, limit)]
         return [
             SearchHit(conversation, title, message, title if message is None else snippet_of(content, words))
