@@ -78,3 +78,14 @@ def test_a_clone_with_autocrlf_leaves_the_bundled_model_valid(tmp_path: Path) ->
         assert open_bundle(folder).manifest is not None
     texts = [clone / ".ci" / "run", clone / "edge" / "bench" / "prompts.jsonl"]
     assert not any(b"\r" in path.read_bytes() for path in texts)
+
+
+def test_the_tests_run_in_a_clone_whose_name_is_no_name_of_a_package(tmp_path: Path) -> None:
+    clone = tmp_path / "edge-run"
+    (clone / "tests").mkdir(parents=True)
+    for name in ("__init__.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, clone)
+    (clone / "tests" / "test_one.py").write_text("def test_one():\n    pass\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=clone, capture_output=True, encoding="utf-8", check=False)
+    assert run.returncode == 0, run.stdout
