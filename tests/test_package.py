@@ -80,7 +80,7 @@ def test_a_clone_with_autocrlf_leaves_the_bundled_model_valid(tmp_path: Path) ->
     assert not any(b"\r" in path.read_bytes() for path in texts)
 
 
-def test_the_tests_run_in_a_clone_whose_name_is_no_name_of_a_package(tmp_path: Path) -> None:
+def test_the_tests_run_in_a_clone_of_any_name(tmp_path: Path) -> None:
     clone = tmp_path / "edge-run"
     (clone / "tests").mkdir(parents=True)
     for name in ("__init__.py", "pyproject.toml"):
