@@ -161,30 +161,18 @@ class ModelReport:
         kept = [plan for plan in self.plans if plan.kind in (PlanKind.CHOSEN, PlanKind.UNIFORM, PlanKind.RULE)]
         return sorted(kept, key=lambda plan: (plan.bytes_read, plan.kind is PlanKind.CHOSEN))
 
-    @property
-    def against_uniform(self) -> float | None:
-        """KL of the chosen plan relative to uniform plans of as many bytes; None without one on either side."""
-        return self._against(PlanKind.UNIFORM)
+    def against(self, kind: PlanKind) -> float | None:
+        """KL of the chosen plan relative to plans of a kind that read as many bytes; None without such plans.
 
-    @property
-    def against_nearest(self) -> float | None:
-        """KL of the chosen plan relative to round-to-nearest of as many bytes; None where that was not measured."""
-        return self._against(PlanKind.NEAREST)
-
-    def _against(self, kind: PlanKind) -> float | None:
-        expected = log_line(self.chosen.bytes_read, [plan for plan in self.plans if plan.kind is kind])
+        It is compared with the best rule-based plan of about as many bytes, and with other plans by `log_line`.
+        """
+        size, plans = self.chosen.bytes_read, [plan for plan in self.plans if plan.kind is kind]
+        if kind is PlanKind.RULE:
+            near = (plan.kl for plan in plans if abs(plan.bytes_read - size) <= SIZE_TOLERANCE * size)
+            expected = min(filter(None, near), default=None)
+        else:
+            expected = log_line(size, plans)
         return None if expected is None else self.chosen.kl / expected
-
-    @property
-    def against_rule(self) -> float | None:
-        """KL of the chosen plan relative to the best rule-based plan of about as many bytes; None without one."""
-        size = self.chosen.bytes_read
-        rules = [
-            plan.kl
-            for plan in self.plans
-            if plan.kind is PlanKind.RULE and plan.kl and abs(plan.bytes_read - size) <= SIZE_TOLERANCE * size
-        ]
-        return self.chosen.kl / min(rules) if rules else None
 
 
 def log_line(bytes_read: float, plans: Sequence[PlanFigures]) -> float | None:

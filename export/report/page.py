@@ -74,13 +74,9 @@ def page(report: ModelReport) -> str:
 
 def as_values(report: ModelReport) -> dict[str, Any]:
     """The report as plain values, for JSON."""
-    relative = {
-        "bits_per_weight_read": report.chosen.bits_per_weight,
-        "kl_against_uniform": report.against_uniform,
-        "kl_against_nearest": report.against_nearest,
-        "kl_against_rule": report.against_rule,
-    }
-    return {**_fields(report), **{name: _plain(value) for name, value in relative.items()}}
+    compared = (PlanKind.UNIFORM, PlanKind.NEAREST, PlanKind.RULE)
+    relative = {f"kl_against_{kind.value}": _plain(report.against(kind)) for kind in compared}
+    return {**_fields(report), "bits_per_weight_read": _plain(report.chosen.bits_per_weight), **relative}
 
 
 def _plain(value: Any) -> Any:

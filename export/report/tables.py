@@ -91,9 +91,9 @@ def _table(title: str, items: Sequence[_Item], columns: Mapping[str, Callable[[_
 
 def _gain(report: ModelReport) -> tuple[float | None, str]:
     """KL of the chosen plan relative to others of its size, and what these are; None where none was measured."""
-    if report.against_uniform is not None:
-        return report.against_uniform, "than uniform plans of its size"
-    return report.against_nearest, "than round-to-nearest of its size"
+    if (ratio := report.against(PlanKind.UNIFORM)) is not None:
+        return ratio, "than uniform plans of its size"
+    return report.against(PlanKind.NEAREST), "than round-to-nearest of its size"
 
 
 def gain_text(report: ModelReport) -> str:
@@ -151,13 +151,12 @@ def _plans(report: ModelReport) -> Table:
 def _comparisons(report: ModelReport) -> str:
     """Gains of the chosen plan, in sentences."""
     compared = {
-        "KL is {} than that of uniform plans at the same bytes, interpolated in log KL over bytes.": (
-            report.against_uniform
-        ),
-        "It is {} than that of round-to-nearest at the same bytes.": report.against_nearest,
-        "It is {} than that of a rule-based plan of the same bytes.": report.against_rule,
+        PlanKind.UNIFORM: "KL is {} than that of uniform plans at the same bytes, interpolated in log KL over bytes.",
+        PlanKind.NEAREST: "It is {} than that of round-to-nearest at the same bytes.",
+        PlanKind.RULE: "It is {} than that of a rule-based plan of the same bytes.",
     }
-    sentences = [each.format(_difference(ratio)) for each, ratio in compared.items() if ratio is not None]
+    ratios = {kind: report.against(kind) for kind in compared}
+    sentences = [compared[kind].format(_difference(ratio)) for kind, ratio in ratios.items() if ratio is not None]
     if any(plan.kind is PlanKind.UNIFORM for plan in report.plans):
         sentences.append(
             "In this comparison every linear is quantized independently, in all plans alike; in the model as written, "

@@ -143,7 +143,7 @@ def test_the_rule_is_compared_where_it_has_about_the_same_bytes() -> None:
     far = plan("by rule", PlanKind.RULE, 3.5 * 0.96, 0.01)
     kl = chosen.kl
     for plans, expected in (((near[0],), kl / 0.2), (near, kl / 0.16), ((*near, far), kl / 0.16), ((far,), None)):
-        assert dataclasses.replace(report, plans=[chosen, *plans]).against_rule == expected
+        assert dataclasses.replace(report, plans=[chosen, *plans]).against(PlanKind.RULE) == expected
 
 
 def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path
     assert measured == [{("int4/64", Method.RTN)}, {("int8/32", Method.RTN)}]
     assert {each.kind for each in found} == {PlanKind.NEAREST}
     report = whole_report(1)
-    assert report.against_nearest is None
+    assert report.against(PlanKind.NEAREST) is None
     near = [plan("rtn", PlanKind.NEAREST, bits, 2 * report.chosen.kl) for bits in (3.5, 4.5)]
     report = dataclasses.replace(report, plans=[*report.plans, *near])
-    assert report.against_nearest == pytest.approx(0.5)
+    assert report.against(PlanKind.NEAREST) == pytest.approx(0.5)
     assert "50% less than that of round-to-nearest at the same bytes" in page(report)
     assert as_values(report)["kl_against_nearest"] == 0.5
     assert near[0] not in report.compared
