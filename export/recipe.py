@@ -238,7 +238,7 @@ class ExportRecipe:
                 "--draft-weights has no effect with --draft-layers, which takes the weights of the target",
                 "leave it out",
             )
-        _parse_tokens(self.draft_vocab)
+        _ = self.draft_tokens  # raises for another value of --draft-vocab
 
     def _check_layout(self) -> None:
         if self.layout is GraphLayout.EDGE:
@@ -334,8 +334,19 @@ class ExportRecipe:
 
     @property
     def draft_tokens(self) -> DraftTokens:
-        """Number of tokens in the draft's LM head."""
-        return _parse_tokens(self.draft_vocab)
+        """Number of tokens in the draft's LM head.
+
+        Raises:
+            InputError: the value is neither a positive number nor a known word.
+        """
+        typed = self.draft_vocab
+        if typed in (None, "auto", "all"):
+            return typed
+        if not str(typed).isascii() or not str(typed).isdigit() or int(typed) == 0:
+            raise InputError(
+                f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, auto or all"
+            )
+        return int(typed)
 
     def require_default_scales(self, source: str) -> None:
         """Refuse zero points and scales in another form for a kind of source, such as "GGUF file".
@@ -366,13 +377,3 @@ class ExportRecipe:
     ) -> dict[str, WeightFormat]:
         """The quantization plan of a model with the formats of body and head; see `formats_of_linears`."""
         return formats_of_linears(config, self.body, self.head_format, stored_format)
-
-
-def _parse_tokens(typed: int | str | None) -> DraftTokens:
-    if typed in (None, "auto", "all"):
-        return typed
-    if not str(typed).isascii() or not str(typed).isdigit() or int(typed) == 0:
-        raise InputError(
-            f"--draft-vocab must be a positive number of tokens, not {typed!r}", "give such a number, auto or all"
-        )
-    return int(typed)

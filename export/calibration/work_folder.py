@@ -50,7 +50,7 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
         (kept or folder.parent).mkdir(parents=True, exist_ok=True)
         if kept is None:
             _remove_old(folder.parent)
-        with _locked(_lock_of(folder) if kept is None else kept / _LOCK_NAME, folder):
+        with locked(_lock_of(folder) if kept is None else kept / _LOCK_NAME, _LOCK_WAIT_S):
             if kept is None and not (folder / _KEY_NAME).is_file():
                 discard_folder(folder)  # a process may be killed while it writes the record
             folder.mkdir(exist_ok=True)
@@ -59,6 +59,8 @@ def work_folder(source: Path, settings: str, kept: Path | None = None) -> Iterat
             if kept is None:
                 gc.collect()  # arrays in reference cycles may still map files
                 discard_folder(folder)
+    except TimeoutError as error:
+        raise InputError(f"another export uses {folder}", "wait for it, or choose another with --work") from error
     except OSError as error:
         raise DestinationError(
             f"{folder} cannot be written: {error.strerror or error}", "free space there, or choose another with --work"
@@ -70,15 +72,6 @@ def _lock_of(folder: Path) -> Path:
     lock = folder.parent.parent / "locks" / folder.name
     lock.parent.mkdir(exist_ok=True)
     return lock
-
-
-@contextmanager
-def _locked(lock: Path, folder: Path) -> Iterator[None]:
-    try:
-        with locked(lock, _LOCK_WAIT_S):
-            yield
-    except TimeoutError as error:
-        raise InputError(f"another export uses {folder}", "wait for it, or choose another with --work") from error
 
 
 def _remove_old(exports: Path) -> None:
