@@ -142,10 +142,6 @@ class _RandomSource(ModelSource):
         self._shapes: Mapping[str, tuple[int, ...]] = dict(expected_tensors(config))
         self._generator = np.random.default_rng(0)
 
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        if self._shapes[name] != shape:
-            raise ValueError(f"{name} has the shape {self._shapes[name]}, not {shape}")
-
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
@@ -170,9 +166,6 @@ class _RandomSource(ModelSource):
                 *_random_codes(generator, count, weight_format.rank, FACTOR_FORMAT),
             )
         return QuantizedRows(*_random_codes(generator, count, columns, weight_format), factors=factors)
-
-    def stored_format(self, name: str) -> WeightFormat:
-        raise ValueError(f"the format of {name} must be given")
 
     def _normal(self, shape: tuple[int, ...]) -> Float32Array:
         values: Float32Array = self._generator.standard_normal(shape, np.float32) * _MAGNITUDE

@@ -25,8 +25,8 @@ from ..checkpoint.layout import head_layout, layer_layout
 from ..checkpoint.source import Float32Array, in_order
 from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
-from .layer_graphs import RoutedInputs, expert_of
-from .layer_runner import LayerRunner
+from .layer_graphs import expert_of
+from .layer_runner import Captured, LayerRunner
 from .text_batches import Batch, pack_texts
 
 Float64Array = npt.NDArray[np.float64]
@@ -137,7 +137,7 @@ def _collect_layer(
         each = [_Sums(linear, second_moments and own) for _ in range(linear.experts)]
         of_experts[linear.name] = [*each, _Sums(linear, second_moments)]
 
-    def run(number: int) -> tuple[Float32Array, dict[str, Float32Array], dict[str, RoutedInputs]]:
+    def run(number: int) -> Captured:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
 
     numbers, known = range(len(batches)), all((folder / f"{name}.npy").is_file() for name in linears)
@@ -184,7 +184,7 @@ class _Sums:
         if self._moments is not None:
             self._moments += inputs.T @ inputs
 
-    def add_sums(self, other: _Sums, weight: float = 1.0) -> None:
+    def add_sums(self, other: _Sums, weight: float) -> None:
         """Add the sums over other tokens, each of which counts as `weight` tokens."""
         self.tokens += weight * other.tokens
         self._squares += weight * other._squares

@@ -157,9 +157,7 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx
     )
     expected = np.exp(log_softmax(logits))
     best = np.sort(expected, axis=-1)[:, ::-1][:, : found.shape[1]]
-    difference = max(
-        float(np.abs(found - best).max()), float(np.abs(found - np.take_along_axis(expected, ids, axis=-1)).max())
-    )
+    difference = max(float(np.abs(found - each).max()) for each in (best, np.take_along_axis(expected, ids, axis=-1)))
     if not difference <= TOLERANCE:
         raise ExportError(
             f"the exported Medusa heads differ from the reference by {difference:.2g} in a probability",

@@ -117,13 +117,10 @@ def search_skips(
                 best = skipped
         return best
 
-    def loss_rate(sub_layer: SubLayer) -> float:
-        """Agreement that a sub-layer alone costs for the time that it saves."""
-        return (1 - measured.get(frozenset({sub_layer}), 0.0)) / max(saved[sub_layer], 1e-12)
-
-    alone = [frozenset({each}) for each in sub_layers]
-    best = better(alone, alone[0])
-    order = sorted(sub_layers, key=loss_rate)
+    alone = {each: frozenset({each}) for each in sub_layers}
+    best = better(alone.values(), alone[sub_layers[0]])
+    # In ascending order of the agreement that a sub-layer alone costs for the time that it saves.
+    order = sorted(sub_layers, key=lambda each: (1 - measured.get(alone[each], 0.0)) / max(saved[each], 1e-12))
     lengths = np.unique(np.linspace(1, len(order), min(_MAX_PREFIXES, len(order))).round().astype(int))
     best, failures = better((frozenset(order[:length]) for length in lengths.tolist()), best), 0
     while failures < _PATIENCE * len(sub_layers) and not is_late():
