@@ -30,7 +30,8 @@ from ...models.atomic import write_atomically
 from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
-from ..server.http_messages import JsonResponse, RefusedError, UnreadBodyResponse
+from ..server.http_messages import JsonResponse, UnreadBodyResponse
+from ..server.protocol import RefusedError
 from .page_files import PASSAGE, entrance_page
 
 TOKEN_LIFE_S: Final = 300.0
@@ -130,7 +131,7 @@ class AppAccess:
             refusal = RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the app is ending")
         else:
             return JsonResponse({"token": self.new_token()})
-        return UnreadBodyResponse(refusal)
+        return UnreadBodyResponse(refusal, request.scope)
 
     def _signature(self, text: str) -> str:
         return hmac.new(self._secret, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()

@@ -24,7 +24,7 @@ from ..conversations.records import Change, ChangeKind, MessageState, Preset
 from ..conversations.store import KEPT_DAYS
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
-from .api_endpoint import ApiRoute
+from ..server.json_endpoint import JsonRoute
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling, conversation_routes
@@ -199,7 +199,7 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
         ("PUT", "/api/presets/{preset:path}", save_preset),
         ("DELETE", "/api/presets/{preset:path}", delete_preset),
     )
-    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
+    return [JsonRoute(context.settings, method, path, handler) for method, path, handler in table]
 
 
 def tool_routes(context: AppContext) -> list[Route]:
@@ -210,7 +210,7 @@ def tool_routes(context: AppContext) -> list[Route]:
         ("PUT", "/api/tools/{name}", context.tools.save),
         ("DELETE", "/api/tools/{name}", context.tools.remove),
     )
-    return [ApiRoute(context.settings, method, path, handler) for method, path, handler in table]
+    return [JsonRoute(context.settings, method, path, handler) for method, path, handler in table]
 
 
 def _read_configuration(text: str) -> dict[str, Any]:

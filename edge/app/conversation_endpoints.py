@@ -20,7 +20,7 @@ from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
-from .api_endpoint import ApiRoute
+from ..server.json_endpoint import JsonRoute
 from .app_context import AppContext
 from .generations import Generations, writing_error
 from .message_generation import Decision
@@ -107,9 +107,9 @@ def conversation_routes(context: AppContext, generations: Generations) -> list[R
     )
     settings = context.settings
     return [
-        *(ApiRoute(settings, method, path, handler) for method, path, handler in table),
-        *(ApiRoute(settings, method, path, handler, slow=True) for method, path, handler in slow),
-        ApiRoute(settings, "POST", "/api/import", endpoints.import_file, slow=True, max_characters=_IMPORT_CHARACTERS),
+        *(JsonRoute(settings, method, path, handler) for method, path, handler in table),
+        *(JsonRoute(settings, method, path, handler, slow=True) for method, path, handler in slow),
+        JsonRoute(settings, "POST", "/api/import", endpoints.import_file, slow=True, max_characters=_IMPORT_CHARACTERS),
     ]
 
 

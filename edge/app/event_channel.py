@@ -10,7 +10,8 @@ from typing import Any, Final
 from starlette.types import Receive, Scope, Send
 
 from ...runtime.scheduling.request_run import LoopQueue
-from ..server.http_messages import EVENT_HEADERS, event, next_events, watching_client
+from ..server.http_messages import next_events, watching_client
+from ..server.protocol import EVENT_HEADERS, event
 
 MAX_EVENTS: Final = 4096
 """Largest number of events that wait for one window."""

@@ -28,10 +28,11 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...version import __version__
-from ..service.openai_objects import model_object
 from ..service.request_error import ErrorCode, RequestError
-from .endpoints import RequestService, computing_routes
-from .http_messages import JsonResponse, RefusedError, UnreadBodyResponse, error_response
+from .endpoints import RequestService
+from .http_messages import JsonResponse, UnreadBodyResponse, error_response
+from .protocol import RefusedError
+from .protocols import PROTOCOLS
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
@@ -75,26 +76,13 @@ def asgi_app(service: RequestService) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
-    routes = [Route("/", _index, methods=["GET"]), *computing_routes(service), *_plain_routes(service)]
+    own = [route for protocol in PROTOCOLS for route in protocol.routes(service)]
+    routes = [Route("/", _index, methods=["GET"]), *own, *_plain_routes(service)]
     return closing_app(routes, middleware, service.close)
 
 
 def _plain_routes(service: RequestService) -> list[Route]:
     """The routes of endpoints that compute nothing; their docstrings are for the list of paths."""
-
-    async def models(_request: Request) -> Response:
-        """The models that are offered."""
-        entries = await asyncio.to_thread(service.pool.offered.entries)
-        listed = [model_object(entry.id, entry.created) for entry in entries]
-        return JsonResponse({"object": "list", "data": listed})
-
-    async def model(request: Request) -> Response:
-        """One model."""
-        try:
-            entry = await asyncio.to_thread(service.pool.offered.find, request.path_params["id"])
-        except RequestError as error:
-            return error_response(error)
-        return JsonResponse(model_object(entry.id, entry.created))
 
     async def health(_request: Request) -> Response:
         """Whether the server takes requests: 200, or 503 while it ends."""
@@ -106,7 +94,7 @@ def _plain_routes(service: RequestService) -> list[Route]:
         """What the server counts, for Prometheus."""
         return Response(await asyncio.to_thread(service.metrics.text), media_type=CONTENT_TYPE)
 
-    paths = {"/v1/models": models, "/v1/models/{id:path}": model, "/health": health, "/metrics": metrics}
+    paths = {"/health": health, "/metrics": metrics}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in paths.items()]
 
 
@@ -136,7 +124,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         )
     else:
         refusal = RefusedError(status, "unknown_path", f"there is no {path!r:.200}", "paths are in docs/server.md")
-    return UnreadBodyResponse(refusal)
+    return UnreadBodyResponse(refusal, request.scope)
 
 
 class _RequestCount:
@@ -165,7 +153,7 @@ class _RequestCount:
                 raise
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
             failure = RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
-            await error_response(failure)(scope, receive, counted)
+            await error_response(failure, scope)(scope, receive, counted)
         finally:
             # Paths come from clients, and the number of names in the metrics must stay small.
             routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
@@ -182,7 +170,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            response = refusal if isinstance(refusal, Response) else UnreadBodyResponse(refusal)
+            response = refusal if isinstance(refusal, Response) else UnreadBodyResponse(refusal, scope)
             await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -10,7 +10,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...errors import CancelledError, EdgeError
@@ -20,39 +19,16 @@ from ...runtime.graph.memory import trim_heap
 from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
 from ...runtime.structure.response_format import CLIENT
-from ..service.body_decoder import decode_body
-from ..service.generation_fields import GenerationRequest, check_token_ids
+from ..service.generation_fields import GenerationRequest
 from ..service.model_pool import ModelPool
-from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects, embedding_list
+from ..service.openai_objects import GenerationObjects
 from ..service.request_error import ErrorCode, RequestError, describe
-from ..service.response_objects import ResponseObjects
-from ..service.responses_body import parse_response
-from ..service.text_bodies import (
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeRequest,
-    parse_chat,
-    parse_completion,
-    texts_or_ids,
-)
-from .http_messages import (
-    DONE,
-    EVENT_HEADERS,
-    RefusedError,
-    encode_json,
-    error_object,
-    error_response,
-    event,
-    named_event,
-    next_events,
-    read_body,
-    watching_client,
-)
+from .http_messages import error_response, next_events, read_body, watching_client
+from .protocol import Protocol, ProtocolRoute, RefusedError, encode_json
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
 _log: Final = logging.getLogger(__name__)
-_COMMENT: Final = b": the answer is being computed\n\n"
 _JOIN_S: Final = 5.0
 """Seconds to wait for the end of a thread that was cancelled."""
 _LARGE_BODY: Final = 64 << 10
@@ -134,14 +110,23 @@ class Endpoint:
 
     Args:
         service: the state of the server.
+        protocol: the API that the path belongs to.
         about: what the endpoint does, for the list of paths.
         parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
         compute: answers what `parse` returned.
     """
 
-    def __init__(self, service: RequestService, about: str, parse: Callable[[bytes], Any], compute: Compute) -> None:
+    def __init__(
+        self,
+        service: RequestService,
+        protocol: Protocol,
+        about: str,
+        parse: Callable[[bytes], Any],
+        compute: Compute,
+    ) -> None:
         self.__doc__ = about
         self._service: Final = service
+        self._protocol: Final = protocol
         self._parse: Final = parse
         self._compute: Final = compute
 
@@ -158,7 +143,7 @@ class Endpoint:
             run = Run(partial(self._work, request, large), "edge-run request", pieces)
             self._service.start(run)
         except EdgeError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         del body
         streams = isinstance(request, GenerationRequest) and request.stream
@@ -210,11 +195,11 @@ class Endpoint:
                 taken = await pieces.take()
                 if streams:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+                    await send({"type": "http.response.start", "status": 200, "headers": self._protocol.headers})
                 while taken:
                     if streams:
                         await send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
-                        taken = await next_events(pieces, self._service.settings.silence_s, _COMMENT)
+                        taken = await next_events(pieces, self._service.settings.silence_s, self._protocol.silence)
                     else:
                         last += b"".join(taken)
                         taken = await pieces.take()
@@ -224,9 +209,9 @@ class Endpoint:
             if disconnected.is_set():
                 return
             if not begun:
-                await error_response(shown)(scope, receive, send)
+                await error_response(shown, scope)(scope, receive, send)
                 return
-            last = event(error_object(shown))
+            last = self._protocol.encode(self._protocol.error(shown))
         if not begun:
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(last))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -249,45 +234,34 @@ class Endpoint:
         return None
 
 
-def computing_routes(service: RequestService) -> list[Route]:
-    """The routes of all endpoints that compute."""
+def computing_route(
+    service: RequestService,
+    protocol: Protocol,
+    path: str,
+    about: str,
+    parse: Callable[[bytes], Any],
+    compute: Compute,
+) -> ProtocolRoute:
+    """A path that computes; arguments as for `Endpoint`."""
+    return ProtocolRoute(protocol, "POST", path, Endpoint(service, protocol, about, parse, compute))
 
-    def route(path: str, about: str, parse: Callable[[bytes], Any], compute: Any) -> Route:
-        return Route(path, Endpoint(service, about, parse, compute), methods=["POST"])
 
-    generate = partial(_generate, service.metrics)
-    return [
-        route(
-            "/v1/chat/completions",
-            "The next message of a conversation.",
-            parse_chat,
-            partial(generate, ChatCompletionObjects),
-        ),
-        route(
-            "/v1/completions",
-            "The continuation of a text, or of token ids; several prompts are answered one after the other.",
-            parse_completion,
-            partial(generate, CompletionObjects),
-        ),
-        route(
-            "/v1/responses",
-            "The Responses API, for text; nothing is stored.",
-            parse_response,
-            partial(generate, ResponseObjects),
-        ),
-        route(
-            "/v1/embeddings",
-            "Vectors of texts, where the model was exported with --hidden-states.",
-            EmbeddingBody.parse,
-            _embed,
-        ),
-        route("/tokenize", "Token ids of a text or a conversation.", TokenizeRequest.parse, _tokenize),
-        route("/detokenize", "The text of token ids.", partial(decode_body, kind=DetokenizeBody), _detokenize),
-    ]
+def generating_route(
+    service: RequestService,
+    protocol: Protocol,
+    path: str,
+    about: str,
+    parse: Callable[[bytes], GenerationRequest],
+    kind: type[GenerationObjects],
+) -> ProtocolRoute:
+    """A path that generates text, whose responses have objects of `kind`; other arguments as for `Endpoint`."""
+    compute = partial(_generate, service.metrics, protocol, kind)
+    return computing_route(service, protocol, path, about, parse, compute)
 
 
 def _generate(
     metrics: ServerMetrics,
+    protocol: Protocol,
     kind: type[GenerationObjects],
     request: GenerationRequest,
     engine: Engine,
@@ -298,6 +272,7 @@ def _generate(
 
     Args:
         metrics: count the answers.
+        protocol: writes the pieces of a stream.
         kind: makes the objects of the response.
         request: what to answer.
         engine: the model.
@@ -305,7 +280,6 @@ def _generate(
         cancellation: says when to stop.
     """
     request.check(engine)
-    encode = named_event if kind.named_events else event
     objects = kind(request, model)
     replies = []
     for index in range(len(request.prompts)):
@@ -313,7 +287,7 @@ def _generate(
             stream.start()
             chunks: list[Chunk] = []
             # An empty piece begins the response too; see `Compute`.
-            yield b"".join(map(encode, objects.started())) if request.stream else b""
+            yield b"".join(map(protocol.encode, objects.started())) if request.stream else b""
             try:
                 for chunk in stream:
                     if chunk.finish_reason is not None and chunk.stats is not None:
@@ -322,7 +296,7 @@ def _generate(
                     if chunk.finish_reason is FinishReason.CANCELLED:
                         raise CancelledError("the answer was cancelled")
                     if request.stream:
-                        yield b"".join(map(encode, objects.chunk(chunk, index)))
+                        yield b"".join(map(protocol.encode, objects.chunk(chunk, index)))
                     else:
                         chunks.append(chunk)
             except CancelledError:
@@ -330,38 +304,10 @@ def _generate(
             except EdgeError as error:
                 if not request.stream or not (failed := objects.failed(describe(error))):
                     raise
-                yield b"".join(map(encode, failed))
+                yield b"".join(map(protocol.encode, failed))
             if not request.stream:
                 replies.append(Reply.of(chunks))
     if not request.stream:
         yield encode_json(objects.whole(*replies))
-    elif not kind.named_events:
-        yield DONE
-
-
-def _embed(request: EmbeddingBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
-    prompts = [
-        engine.tokenizer.encode(each, add_special_tokens=True) if isinstance(each, str) else list(each)
-        for each in texts_or_ids("input", request.input)
-    ]
-    for index, tokens in enumerate(prompts):
-        check_token_ids(engine, tokens, "input" if len(prompts) == 1 else f"input[{index}]")
-    vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled)
-    request.check_dimensions(vectors.shape[1])
-    prompt_tokens = sum(map(len, prompts))
-    yield encode_json(
-        embedding_list(vectors, model, as_base64=request.encoding_format == "base64", prompt_tokens=prompt_tokens)
-    )
-
-
-def _tokenize(request: TokenizeRequest, engine: Engine, model: str, _cancellation: Cancellation) -> Iterator[bytes]:
-    ids = request.encode(engine)
-    tokens: list[Any] = list(ids)
-    if request.with_pieces:
-        tokens = [{"id": token, "piece": engine.tokenizer.token_bytes.shown(token)} for token in ids]
-    yield encode_json({"model": model, "tokens": tokens, "count": len(ids), "max_model_len": engine.context})
-
-
-def _detokenize(request: DetokenizeBody, engine: Engine, model: str, _cancellation: Cancellation) -> Iterator[bytes]:
-    check_token_ids(engine, request.tokens, "tokens")
-    yield encode_json({"model": model, "content": engine.tokenizer.decode(request.tokens)})
+    else:
+        yield protocol.end

@@ -1,23 +1,20 @@
-"""What goes over HTTP: bodies of requests, errors as OpenAI's error objects, and events."""
+"""What goes over HTTP: bodies of requests, responses, and the pieces of streams."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
 from ...runtime.scheduling.request_run import LoopQueue
-from ..service.request_error import ErrorCode, RequestError, describe
+from .protocol import RefusedError, encode_json, error_status, protocol_of
 from .server_settings import ServerSettings
 
 RETRY_AFTER_S: Final = 1
@@ -26,81 +23,13 @@ _LINGER_S: Final = 1.0
 """How long what a client goes on sending after a refusal is thrown away, in seconds."""
 _LINGER_BYTES: Final = 32 << 20
 """How much of it at most."""
-_STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
-    ErrorCode.MODEL_NOT_FOUND: HTTPStatus.NOT_FOUND,
-    ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    ErrorCode.BUSY: HTTPStatus.TOO_MANY_REQUESTS,
-    ErrorCode.MODEL: HTTPStatus.INTERNAL_SERVER_ERROR,
-    ErrorCode.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
-}
-"""Status by code; 400 for all others."""
-_TYPES: Final = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
-DONE: Final = b"data: [DONE]\n\n"
-EVENT_HEADERS: Final = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # Some reverse proxies hold events back unless they are told not to.
-    (b"x-accel-buffering", b"no"),
-]
-
-
-class RefusedError(EdgeError):
-    """A request is refused by the server itself, before a model sees it.
-
-    Args:
-        status: the HTTP status.
-        code: what is wrong, for programs.
-        what: what is wrong, with the value seen.
-        hint: what to do about it.
-        headers: further headers of the response.
-    """
-
-    def __init__(
-        self, status: HTTPStatus, code: str, what: str, hint: str = "", headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(what, hint)
-        self.status: Final = status
-        self.code: Final = code
-        self.headers: Final = dict(headers or {})
-
-
-def error_status(error: EdgeError) -> HTTPStatus:
-    """The HTTP status of an error."""
-    return (
-        error.status if isinstance(error, RefusedError) else _STATUS.get(describe(error).code, HTTPStatus.BAD_REQUEST)
-    )
-
-
-def error_object(error: EdgeError) -> dict[str, Any]:
-    """An error as the JSON object that OpenAI's API answers with."""
-    described: RefusedError | RequestError = error if isinstance(error, RefusedError) else describe(error)
-    status = error_status(error)
-    kind = _TYPES.get(status, "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
-    param = described.param if isinstance(described, RequestError) else None
-    return {"error": {"message": str(described), "type": kind, "param": param, "code": str(described.code)}}
-
-
-def error_response(error: EdgeError) -> Response:
-    """The response to a request that failed with `error` before an answer began."""
+def error_response(error: EdgeError, scope: Scope) -> Response:
+    """The response to a request that failed with `error` before an answer began, in the form of its API."""
     status = error_status(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         headers = {"retry-after": str(RETRY_AFTER_S), **headers}
-    return JsonResponse(error_object(error), status, headers)
-
-
-def encode_json(value: Any) -> bytes:
-    """A value as JSON on one line, in UTF-8."""
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:
-        # A file name that is not valid Unicode is written with escapes.
-        return json.dumps(msgspec.to_builtins(value)).encode()
+    return JsonResponse(protocol_of(scope).error(error), status, headers)
 
 
 class JsonResponse(Response):
@@ -119,8 +48,8 @@ class UnreadBodyResponse(Response):
     the client goes on sending is thrown away for a moment, up to a number of bytes.
     """
 
-    def __init__(self, error: EdgeError) -> None:
-        response = error_response(error)
+    def __init__(self, error: EdgeError, scope: Scope) -> None:
+        response = error_response(error, scope)
         super().__init__(response.body, response.status_code, media_type="application/json")
         self.raw_headers = response.raw_headers
 
@@ -184,7 +113,7 @@ async def read_body(scope: Scope, receive: Receive, send: Send, settings: Server
         refusal = RefusedError(HTTPStatus.REQUEST_TIMEOUT, "timeout", what)
     except RefusedError as error:
         refusal = error
-    await UnreadBodyResponse(refusal)(scope, receive, send)
+    await UnreadBodyResponse(refusal, scope)(scope, receive, send)
     return None
 
 
@@ -211,13 +140,3 @@ def _too_large(what: str, most: int) -> RefusedError:
         what,
         f"the largest body is {most} bytes; start the server with a larger --max-body",
     )
-
-
-def event(value: Any) -> bytes:
-    """An event without a name."""
-    return b"data: " + encode_json(value) + b"\n\n"
-
-
-def named_event(value: dict[str, Any]) -> bytes:
-    """An event that is named by the `type` of its value, as in the Responses API."""
-    return b"event: " + str(value["type"]).encode() + b"\n" + event(value)

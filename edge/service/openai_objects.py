@@ -134,8 +134,6 @@ class GenerationObjects(ABC):
 
     id_prefix: ClassVar[str]
     """What the identifier of a response begins with."""
-    named_events: ClassVar[bool] = False
-    """Whether the events of a stream have names, and the last one ends it."""
 
     def __init__(self, request: GenerationRequest, model: str) -> None:
         self._request: Final = request

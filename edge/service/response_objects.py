@@ -31,7 +31,6 @@ class ResponseObjects(GenerationObjects):
     """The objects of one response: reasoning, a message with one text, and calls of functions."""
 
     id_prefix = "resp_"
-    named_events = True
 
     def __init__(self, request: GenerationRequest, model: str) -> None:
         super().__init__(request, model)

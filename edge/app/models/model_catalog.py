@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -13,24 +12,14 @@ from typing import Any, Final
 
 import psutil
 
-from ....errors import EdgeError, InputError
-from ....models.bundle import Bundle
-from ....models.file_system import remove
-from ....models.find import BUNDLED_MODEL, exports_folder, is_on_hub
-from ....models.graph_files import find_graph
+from ....models.find import BUNDLED_MODEL
 from ....models.graph_variant import DeviceKind
-from ....models.hub.downloaded_model import DownloadedModel, parse_hub_id, read_downloaded
-from ....models.hub.local_store import Store
-from ....models.json_file import is_whole
-from ....models.manifest import MANIFEST_NAME, Manifest
-from ....models.regular_file import MAX_JSON_BYTES, read_regular
+from ....models.hub.downloaded_model import DownloadedModel
 from ....models.user_text import format_bytes
-from ....runtime.options import model_defaults
 from ....runtime.result import Stats
-from ....runtime.sampling.sampler import SamplingParams
 from ...conversations.store import ConversationStore
+from ...service.model_files import ModelFiles, is_removable
 from ...service.model_pool import ModelPool
-from ...service.offered_models import ModelEntry
 from ..app_context import AppContext
 
 _SPEEDS: Final = "model_speeds"
@@ -45,15 +34,6 @@ _BUNDLED_ABOUT: Final = (
     'A shell helper: it turns a request in English into one shell command, such as "find large files here". It is '
     "not a chat model, and answers small talk with nonsense. To chat, download one of the recommended models."
 )
-_UNKNOWN: Final[Mapping[str, Any]] = {
-    "disk_bytes": 0,
-    "weight_bytes": 0,
-    "cache_bytes_per_token": None,
-    "context": None,
-    "chats": False,
-    "sampling_defaults": {},
-}
-"""What is said of a model whose files cannot be read; loading it says more."""
 _FILE: Final = Path(__file__).with_name("recommended_models.json")
 _SMALL_SHARE: Final = 0.5
 """Share of the free memory up to which a model leaves enough for other programs."""
@@ -73,9 +53,7 @@ class ModelCatalog:
     def __init__(self, pool: ModelPool, store: ConversationStore) -> None:
         self._pool: Final = pool
         self._store: Final = store
-        self._lock: Final = threading.Lock()
-        self._read: Final[dict[tuple[str, int], Mapping[str, Any]]] = {}
-        """What was read of a model's files, by their folder and the time at which the graph was written."""
+        self.files: Final = ModelFiles(pool)
 
     def objects(self) -> list[dict[str, Any]]:
         """All models as JSON objects, the one that answers requests without a name first; unknown numbers are None.
@@ -89,9 +67,9 @@ class ModelCatalog:
         status = {each.id: each for each in self._pool.status()}
         found = []
         for entry in self._pool.offered.entries():
-            known, files = status.get(entry.id), self._files(entry)
+            known, files = status.get(entry.id), self.files.describe(entry)
             context, cache = self._pool.sizes_of(entry.id) or (files["context"], files["cache_bytes_per_token"])
-            bundled, path = entry.id == BUNDLED_MODEL, Path(entry.source)
+            bundled = entry.id == BUNDLED_MODEL
             name, _, variant = entry.id.rpartition("/")[2].partition(":")
             speeds = self._store.setting(_SPEEDS, {}).get(entry.id)
             found.append(
@@ -103,7 +81,7 @@ class ModelCatalog:
                     "loading": known is not None and not known.loaded,
                     "in_use": known is not None and known.users > 0,
                     "bundled": bundled,
-                    "removable": not bundled and (read_downloaded(path) is not None or _is_exported(path)),
+                    "removable": not bundled and is_removable(Path(entry.source)),
                     "about": _BUNDLED_ABOUT if bundled else "",
                     "chats": files["chats"] and not bundled,
                     "cache_bytes_per_token": cache,
@@ -114,51 +92,6 @@ class ModelCatalog:
             )
         return found
 
-    def remove(self, name: str) -> None:
-        """Unload a model that was downloaded or exported here, and remove its files.
-
-        Raises:
-            InputError: it is the bundled model, or lies in a folder of the user's own; or the disk refused.
-            RequestError: there is no such model, or it is in use.
-            HubError: the disk refused.
-        """
-        entry = self._pool.offered.find(name)
-        if entry.id == BUNDLED_MODEL:
-            raise InputError(f"{entry.id} comes with edge-run and cannot be removed", "remove a downloaded model")
-        path = Path(entry.source)
-        downloaded = read_downloaded(path)
-        if downloaded is None and not _is_exported(path):
-            raise InputError(f"{entry.id} is not a model that the app downloaded", f"its files are in {entry.source}")
-        self._pool.unload(entry.id)
-        if downloaded is not None:
-            store = Store(downloaded.repo)
-            others = [each for each in store.all_downloaded() if each.folder != downloaded.folder]
-            store.remove([downloaded] if others or store.unfinished_bytes() else None)
-            return
-        try:
-            remove(path)
-        except OSError as error:
-            what = f"{error.filename or path} cannot be removed: {error.strerror or error}"
-            raise InputError(what, "close the programs that use it, and check its permissions") from error
-
-    def _files(self, entry: ModelEntry) -> Mapping[str, Any]:
-        """What a model's files say of it."""
-        path = Path(entry.source)
-        try:
-            if not path.exists() and is_on_hub(entry.source):
-                named = parse_hub_id(entry.source)
-                here = Store(named.repo).all_downloaded()
-                path = next((each.path for each in here if named.variant in (None, each.variant)), path)
-            graph, _, folder = find_graph(path, None, self._pool.kind)
-            key = str(graph), graph.stat().st_mtime_ns
-            with self._lock:
-                if key not in self._read:
-                    self._read[key] = _read_files(graph, folder)
-                return self._read[key]
-        except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
-            return _UNKNOWN
-
-
 def record_speed(context: AppContext, model: str | None, stats: Stats) -> None:
     """Keep the speed of an answer that is long enough to count, and tell the page."""
     if model and stats.text_tokens >= _LEAST_TOKENS and (speed := stats.decode_tokens_per_second):
@@ -167,52 +100,6 @@ def record_speed(context: AppContext, model: str | None, stats: Stats) -> None:
             known[model] = [*known.pop(model, [])[1 - _KEPT_SPEEDS :], round(speed, 2)]
             context.store.set_setting(_SPEEDS, dict(list(known.items())[-_MAX_MODELS:]))
         context.events.publish("models")
-
-
-def _read_files(graph: Path, folder: Path) -> dict[str, Any]:
-    """Read the files of a model, but for its weights.
-
-    Raises:
-        EdgeError: one is damaged.
-        OSError: one cannot be read.
-    """
-    manifest_path = graph.parent / MANIFEST_NAME
-    manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
-    bundle = Bundle(folder, graph, manifest)
-    template = bundle.json_file("tokenizer_config.json").get("chat_template")
-    files = (folder if manifest is None else graph.parent).rglob("*")
-    return {
-        "disk_bytes": sum(path.stat().st_size for path in files if path.is_file()),
-        "weight_bytes": bundle.weight_bytes,
-        "cache_bytes_per_token": _cache_bytes(bundle.config),
-        "context": bundle.context,
-        "chats": bundle.file("chat_template.jinja") is not None or bool(template),
-        "sampling_defaults": _sampling_defaults(model_defaults(bundle)),
-    }
-
-
-def _sampling_defaults(defaults: SamplingParams) -> dict[str, float]:
-    """Options of a conversation that a model's files set; without `do_sample`, they ask for greedy decoding."""
-    if defaults.greedy:
-        return {"temperature": 0.0}
-    values = {name: getattr(defaults, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty")}
-    changed = {name: value for name, value in values.items() if value != getattr(SamplingParams(), name)}
-    return {"temperature": defaults.temperature, **changed}
-
-
-def _cache_bytes(config: Mapping[str, Any]) -> int | None:
-    """Bytes of a float32 KV cache per token by a config.json; None if it does not have the numbers."""
-    heads, layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
-    head_size = config.get("head_dim")
-    if head_size is None and is_whole(heads, 1) and is_whole(config.get("hidden_size"), 1):
-        head_size = config["hidden_size"] // config["num_attention_heads"]
-    sizes = (layers, config.get("num_key_value_heads", heads), head_size)
-    # Keys and values of 4 bytes.
-    return 2 * math.prod(sizes) * 4 if all(is_whole(size, 1) for size in sizes) else None
-
-
-def _is_exported(path: Path) -> bool:
-    return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
 
 
 @cache

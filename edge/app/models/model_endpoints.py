@@ -13,7 +13,7 @@ from ....errors import InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
 from ...conversations.records import Role
-from ..api_endpoint import ApiRoute, Handler
+from ...server.json_endpoint import JsonRoute, Handler
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
@@ -64,7 +64,7 @@ class ModelServices:
 
     def remove(self, id: str) -> object:  # noqa: A002  the name of the field
         """Remove a model that was downloaded or exported here."""
-        self.catalog.remove(id)
+        self.catalog.files.remove(id)
         self.context.events.publish("models")
         return self.models()
 
@@ -136,5 +136,5 @@ def model_routes(services: ModelServices) -> list[Route]:
         ("POST", "/api/exactness/cancel", services.exactness.cancel),
     ]
     settings = services.context.settings
-    routes = [ApiRoute(settings, method, path, handler) for method, path, handler in paths]
-    return [*routes, ApiRoute(settings, "GET", "/api/models/search", services.search, slow=True)]
+    routes = [JsonRoute(settings, method, path, handler) for method, path, handler in paths]
+    return [*routes, JsonRoute(settings, "GET", "/api/models/search", services.search, slow=True)]

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
 
 from ....errors import CancelledError, EdgeError
-from ..api_endpoint import not_found
+from ...server.json_endpoint import not_found
 from ..event_channel import EventChannel
 
 _log: Final = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.app.api_endpoint import ApiRoute
+from edgerun.edge.server.json_endpoint import JsonRoute
 from edgerun.edge.app.app_service import state_routes
 from edgerun.edge.app.conversation_endpoints import conversation_routes
 from support.app_server import RunningApp, new_conversation, send
@@ -36,7 +36,7 @@ ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT
 WITH_BODY = [
     (next(iter(route.methods or ())), route.path_format, route.body)
     for route in ROUTES
-    if isinstance(route, ApiRoute) and route.body is not None
+    if isinstance(route, JsonRoute) and route.body is not None
 ]
 QUERIES = st.dictionaries(
     st.sampled_from(("q", "format", "deleted")) | NAMES,

@@ -91,7 +91,7 @@ def test_models_say_what_they_need_and_are_loaded_and_unloaded(client: httpx.Cli
         assert not each["downloaded"]
     # Only models of the app are removed.
     assert "comes with edge-run" in refused(client, "/api/models/remove", {"id": "shell-helper"})
-    assert "is not a model that the app downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
+    assert "is not a model that edge-run downloaded" in refused(client, "/api/models/remove", {"id": "bundle"})
     assert (tiny_bundle / "model.onnx").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Endpoints of the page's API: a JSON object in, a JSON object out, computed in a thread."""
+"""Endpoints without a model: a JSON object in, a JSON object out, computed in a thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Final, TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
 from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
-from ..server.http_messages import JsonResponse, RefusedError, error_response, read_body
-from ..server.server_settings import ServerSettings
 from ..service.body_decoder import MAX_CHARACTERS, decode_body
 from ..service.request_error import ErrorCode, RequestError
+from .http_messages import JsonResponse, error_response, read_body
+from .protocol import OPENAI, Protocol, ProtocolRoute, RefusedError
+from .server_settings import ServerSettings
 
 _log: Final = logging.getLogger(__name__)
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
@@ -64,8 +64,8 @@ def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struc
     return msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
 
 
-class ApiRoute(Route):
-    """A route of the page's API.
+class JsonRoute(ProtocolRoute):
+    """A route whose handler takes and returns JSON.
 
     Args:
         settings: limits of the size of the body.
@@ -75,6 +75,7 @@ class ApiRoute(Route):
         slow: whether that may take seconds, such as tokenizing a long text. Only two of such requests are answered at a
             time, so that they do not keep others waiting.
         max_characters: largest number of characters of the body's texts and names.
+        protocol: the API that the path belongs to.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class ApiRoute(Route):
         *,
         slow: bool = False,
         max_characters: int = MAX_CHARACTERS,
+        protocol: Protocol = OPENAI,
     ) -> None:
-        super().__init__(path, self._answer, methods=[method])
+        super().__init__(protocol, method, path, self._answer)
         self.app = self._answer
         self._settings: Final = settings
         self._handler: Final = handler
@@ -117,15 +119,16 @@ class ApiRoute(Route):
         except EdgeError as error:
             # In a body, an unknown id is an invalid value.
             if isinstance(error, UnknownIdError) and error.id in request.path_params.values():
-                return error_response(not_found(error.what, error.hint))
+                return error_response(not_found(error.what, error.hint), request.scope)
             for kind, status, code in _STATUS:
                 if isinstance(error, kind):
-                    return error_response(RefusedError(status, code, error.what, error.hint))
-            return error_response(error)
+                    return error_response(RefusedError(status, code, error.what, error.hint), request.scope)
+            return error_response(error, request.scope)
         except Exception as error:  # noqa: BLE001  what it is goes to the log
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            what = f"the app failed: {type(error).__name__}"
-            return error_response(RequestError(what, "its log says more", code=ErrorCode.INTERNAL))
+            what = f"the server failed: {type(error).__name__}"
+            failure = RequestError(what, "its log says more", code=ErrorCode.INTERNAL)
+            return error_response(failure, request.scope)
         finally:
             if len(body) >= _LARGE_BODY:
                 trim_heap()

@@ -1,0 +1,94 @@
+"""OpenAI's API: chat and text completions, responses, embeddings, models; token ids as other servers have them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....runtime.engine import Engine
+from ....runtime.scheduling.request_run import Cancellation
+from ...service.body_decoder import decode_body
+from ...service.generation_fields import check_token_ids
+from ...service.openai_objects import ChatCompletionObjects, CompletionObjects, embedding_list, model_object
+from ...service.request_error import RequestError
+from ...service.response_objects import ResponseObjects
+from ...service.responses_body import parse_response
+from ...service.text_bodies import (
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeRequest,
+    parse_chat,
+    parse_completion,
+    texts_or_ids,
+)
+from ..endpoints import RequestService, computing_route, generating_route
+from ..http_messages import JsonResponse, error_response
+from ..protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json
+
+
+def routes(service: RequestService) -> list[ProtocolRoute]:
+    """The paths of the API; their descriptions are for the list of paths."""
+    entries = service.pool.offered.entries
+
+    async def models(_request: Request) -> Response:
+        """The models that are offered."""
+        listed = [model_object(entry.id, entry.created) for entry in await asyncio.to_thread(entries)]
+        return JsonResponse({"object": "list", "data": listed})
+
+    async def model(request: Request) -> Response:
+        """One model."""
+        try:
+            entry = await asyncio.to_thread(service.pool.offered.find, request.path_params["id"])
+        except RequestError as error:
+            return error_response(error, request.scope)
+        return JsonResponse(model_object(entry.id, entry.created))
+
+    chat = "The next message of a conversation."
+    text = "The continuation of a text, or of token ids; several prompts are answered one after the other."
+    response = "The Responses API, for text; nothing is stored."
+    vectors = "Vectors of texts, where the model was exported with --hidden-states."
+    ids = "Token ids of a text or a conversation."
+    detokenize = partial(decode_body, kind=DetokenizeBody)
+    return [
+        generating_route(service, OPENAI, "/v1/chat/completions", chat, parse_chat, ChatCompletionObjects),
+        generating_route(service, OPENAI, "/v1/completions", text, parse_completion, CompletionObjects),
+        generating_route(service, RESPONSES, "/v1/responses", response, parse_response, ResponseObjects),
+        computing_route(service, OPENAI, "/v1/embeddings", vectors, EmbeddingBody.parse, _embed),
+        computing_route(service, OPENAI, "/tokenize", ids, TokenizeRequest.parse, _tokenize),
+        computing_route(service, OPENAI, "/detokenize", "The text of token ids.", detokenize, _detokenize),
+        ProtocolRoute(OPENAI, "GET", "/v1/models", models),
+        ProtocolRoute(OPENAI, "GET", "/v1/models/{id:path}", model),
+    ]
+
+
+def _embed(request: EmbeddingBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+    prompts = [
+        engine.tokenizer.encode(each, add_special_tokens=True) if isinstance(each, str) else list(each)
+        for each in texts_or_ids("input", request.input)
+    ]
+    for index, tokens in enumerate(prompts):
+        check_token_ids(engine, tokens, "input" if len(prompts) == 1 else f"input[{index}]")
+    vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled)
+    request.check_dimensions(vectors.shape[1])
+    prompt_tokens = sum(map(len, prompts))
+    yield encode_json(
+        embedding_list(vectors, model, as_base64=request.encoding_format == "base64", prompt_tokens=prompt_tokens)
+    )
+
+
+def _tokenize(request: TokenizeRequest, engine: Engine, model: str, _cancellation: Cancellation) -> Iterator[bytes]:
+    ids = request.encode(engine)
+    tokens: list[Any] = list(ids)
+    if request.with_pieces:
+        tokens = [{"id": token, "piece": engine.tokenizer.token_bytes.shown(token)} for token in ids]
+    yield encode_json({"model": model, "tokens": tokens, "count": len(ids), "max_model_len": engine.context})
+
+
+def _detokenize(request: DetokenizeBody, engine: Engine, model: str, _cancellation: Cancellation) -> Iterator[bytes]:
+    check_token_ids(engine, request.tokens, "tokens")
+    yield encode_json({"model": model, "content": engine.tokenizer.decode(request.tokens)})
