@@ -31,7 +31,7 @@ from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
 from ..server.http_messages import JsonResponse, UnreadBodyResponse
-from ..server.protocol import RefusedError
+from ..server.http_protocol import RefusedError
 from .page_files import PASSAGE, entrance_page
 
 TOKEN_LIFE_S: Final = 300.0

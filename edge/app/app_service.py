@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from msgspec import UNSET
 from starlette.middleware import Middleware
-from starlette.routing import Mount, Route
+from starlette.routing import Match, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import EdgeError, InputError
@@ -24,6 +24,7 @@ from ..conversations.records import Change, ChangeKind, MessageState, Preset
 from ..conversations.store import KEPT_DAYS
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
+from ..server.http_protocol import ProtocolRoute
 from ..server.json_endpoint import JsonRoute
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
@@ -148,8 +149,12 @@ def chat_app(service: AppService) -> ASGIApp:
     )
     programs = asgi_app(service.requests)
 
+    paths = [route for route in programs.routes if isinstance(route, ProtocolRoute)]
+
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:
-        for_programs = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        for_programs = scope["type"] == "http" and (
+            scope["path"].startswith("/v1/") or any(route.matches(scope)[0] is Match.FULL for route in paths)
+        )
         await (programs if for_programs else app)(scope, receive, send)
 
     return side_by_side

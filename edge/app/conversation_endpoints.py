@@ -18,9 +18,9 @@ from ...errors import ContextError
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
+from ..server.json_endpoint import JsonRoute
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
-from ..server.json_endpoint import JsonRoute
 from .app_context import AppContext
 from .generations import Generations, writing_error
 from .message_generation import Decision

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...runtime.scheduling.request_run import LoopQueue
 from ..server.http_messages import next_events, watching_client
-from ..server.protocol import EVENT_HEADERS, event
+from ..server.http_protocol import EVENT_HEADERS, event
 
 MAX_EVENTS: Final = 4096
 """Largest number of events that wait for one window."""

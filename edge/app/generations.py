@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from ..conversations.records import CallRound, MessageState, StoredMessage
-from ..server.protocol import RefusedError
+from ..server.http_protocol import RefusedError
 from .app_context import AppContext
 from .generation_run import GenerationRun
 from .message_generation import MessageGeneration

@@ -31,7 +31,7 @@ from ...version import __version__
 from ..service.request_error import ErrorCode, RequestError
 from .endpoints import RequestService
 from .http_messages import JsonResponse, UnreadBodyResponse, error_response
-from .protocol import RefusedError
+from .http_protocol import RefusedError
 from .protocols import PROTOCOLS
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings

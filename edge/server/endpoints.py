@@ -24,7 +24,7 @@ from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import ErrorCode, RequestError, describe
 from .http_messages import error_response, next_events, read_body, watching_client
-from .protocol import Protocol, ProtocolRoute, RefusedError, encode_json
+from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
@@ -37,11 +37,11 @@ memory is returned to the system."""
 
 _PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
 """Parses large bodies: two at a time, so that what they take in memory stays bounded."""
-Compute: TypeAlias = Callable[[Any, Engine, str, Cancellation], Iterator[bytes]]
-"""Computes the response to a request, in the thread of its run, from the parsed request, the model, the id of the
-model, and what says when to stop. It yields the pieces of the body, and raises an `EdgeError` if the request cannot be
-answered. The response of a stream begins with the first piece, which may be empty: errors from then on occur in its
-middle."""
+Compute: TypeAlias = Callable[..., Iterator[bytes]]
+"""Computes the response to a request, in the thread of its run, from the parsed request, the model (an `Engine`), its
+id, and the `Cancellation` that says when to stop; where no model is needed, from the request and its `Run`. It yields
+the pieces of the body, and raises an `EdgeError` if the request cannot be answered. The response of a stream begins
+with the first piece, which may be empty: errors from then on occur in its middle."""
 
 
 class RequestService:
@@ -114,6 +114,7 @@ class Endpoint:
         about: what the endpoint does, for the list of paths.
         parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
         compute: answers what `parse` returned.
+        loads: whether that takes the model which the request names.
     """
 
     def __init__(
@@ -123,12 +124,15 @@ class Endpoint:
         about: str,
         parse: Callable[[bytes], Any],
         compute: Compute,
+        *,
+        loads: bool = True,
     ) -> None:
         self.__doc__ = about
         self._service: Final = service
         self._protocol: Final = protocol
         self._parse: Final = parse
         self._compute: Final = compute
+        self._loads: Final = loads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -146,7 +150,7 @@ class Endpoint:
             await error_response(error, scope)(scope, receive, send)
             return
         del body
-        streams = isinstance(request, GenerationRequest) and request.stream
+        streams = getattr(request, "stream", False)
         disconnected = asyncio.Event()
 
         def leave() -> None:
@@ -164,9 +168,14 @@ class Endpoint:
 
         A text of 1 MB takes a hundred times as much, in the heap of one of many threads, and the C library keeps it.
         """
+        keep_s = getattr(request, "keep_s", None)
         try:
+            if not self._loads:
+                for piece in self._compute(request, run):
+                    run.put(piece)
+                return
             name = self._service.pool.offered.find(request.model).id
-            with self._service.pool.use(name, cancellation=run.cancellation) as engine:
+            with self._service.pool.use(name, cancellation=run.cancellation, keep_s=keep_s) as engine:
                 run.cancellation.check()
                 try:
                     for piece in self._compute(request, engine, name, run.cancellation):
@@ -241,9 +250,11 @@ def computing_route(
     about: str,
     parse: Callable[[bytes], Any],
     compute: Compute,
+    *,
+    loads: bool = True,
 ) -> ProtocolRoute:
     """A path that computes; arguments as for `Endpoint`."""
-    return ProtocolRoute(protocol, "POST", path, Endpoint(service, protocol, about, parse, compute))
+    return ProtocolRoute(protocol, "POST", path, Endpoint(service, protocol, about, parse, compute, loads=loads))
 
 
 def generating_route(

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError
 from ...runtime.scheduling.request_run import LoopQueue
-from .protocol import RefusedError, encode_json, error_status, protocol_of
+from .http_protocol import RefusedError, encode_json, error_status, protocol_of
 from .server_settings import ServerSettings
 
 RETRY_AFTER_S: Final = 1
@@ -23,6 +23,8 @@ _LINGER_S: Final = 1.0
 """How long what a client goes on sending after a refusal is thrown away, in seconds."""
 _LINGER_BYTES: Final = 32 << 20
 """How much of it at most."""
+
+
 def error_response(error: EdgeError, scope: Scope) -> Response:
     """The response to a request that failed with `error` before an answer began, in the form of its API."""
     status = error_status(error)

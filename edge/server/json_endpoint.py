@@ -21,7 +21,7 @@ from ...runtime.graph.memory import trim_heap
 from ..service.body_decoder import MAX_CHARACTERS, decode_body
 from ..service.request_error import ErrorCode, RequestError
 from .http_messages import JsonResponse, error_response, read_body
-from .protocol import OPENAI, Protocol, ProtocolRoute, RefusedError
+from .http_protocol import OPENAI, Protocol, ProtocolRoute, RefusedError
 from .server_settings import ServerSettings
 
 _log: Final = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class JsonRoute(ProtocolRoute):
         max_characters: int = MAX_CHARACTERS,
         protocol: Protocol = OPENAI,
     ) -> None:
-        super().__init__(protocol, method, path, self._answer)
+        super().__init__(protocol, method, path, handler)
         self.app = self._answer
         self._settings: Final = settings
         self._handler: Final = handler

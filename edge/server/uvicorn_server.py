@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InputError
 from .http_messages import RETRY_AFTER_S
-from .protocol import RefusedError, encode_json, error_object
+from .http_protocol import RefusedError, encode_json, error_object
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _TWICE_S: Final = 0.3

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +20,8 @@ from .body_decoder import StrictStruct, about
 from .message_fields import FormatFields, response_format
 from .request_error import invalid, unsupported
 
+_UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
 """Largest number of tokens to generate; -1 for no limit, as llama.cpp has it."""
@@ -43,6 +47,14 @@ ReasoningEffort: TypeAlias = Annotated[
     ),
 ]
 Verbosity: TypeAlias = Annotated[str | None, about("Models here have no such setting.", "medium")]
+
+KeepAlive: TypeAlias = Annotated[
+    str | float | None,
+    about(
+        "Extension. How long the model stays in memory if it is not used again: seconds, or a text such as 1h30m; "
+        "below 0 for always. By default --idle-unload says it."
+    ),
+]
 
 
 class StreamOptions(StrictStruct):
@@ -103,9 +115,7 @@ class RequestFields(SamplingFields, kw_only=True):
     cache_prompt: Annotated[bool | None, about("Extension. Accepted; the prefix cache gives the same text.")] = None
     id_slot: Annotated[int | None, about("Extension. Accepted; the prefix cache has no slots.")] = None
     slot_id: Annotated[int | None, about("Extension. Accepted; an older name of id_slot.")] = None
-    keep_alive: Annotated[
-        str | float | None, about("Extension. Accepted; --idle-unload says when a model is unloaded.")
-    ] = None
+    keep_alive: KeepAlive = None
     timings_per_token: Annotated[bool | None, about("Extension. Accepted; chunks have no timings.")] = None
     return_progress: Annotated[bool | None, about("Extension. Accepted; streams begin with the first token.")] = None
     num_ctx: Annotated[
@@ -148,6 +158,8 @@ class GenerationRequest:
     """Whether a stream ends with an object that has the usage."""
     num_ctx: int | None = None
     """The context that is expected; see `check`."""
+    keep_s: float | None = None
+    """Seconds for which the model stays in memory afterwards; None for what the server does by itself."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response object repeats; the Responses API has some."""
 
@@ -253,8 +265,23 @@ def generation_request(
         stream=bool(fields.stream),
         include_usage=bool(stream_options and stream_options.include_usage),
         num_ctx=fields.num_ctx,
+        keep_s=keep_seconds(fields.keep_alive),
         repeated=repeated or {},
     )
+
+
+def keep_seconds(keep_alive: str | float | None) -> float | None:
+    """The seconds of a `keep_alive`, infinite if it is below 0.
+
+    Raises:
+        RequestError: it is not a number or a duration such as 1h30m.
+    """
+    if not isinstance(keep_alive, str):
+        return math.inf if keep_alive is not None and keep_alive < 0 else keep_alive
+    parts = _DURATION.findall(keep_alive)
+    if "".join(number + unit for number, unit in parts) != keep_alive.removeprefix("-"):
+        raise invalid("keep_alive", f"keep_alive is {keep_alive!r:.50}", "give seconds, or a duration such as 1h30m")
+    return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def template_variables(given: Mapping[str, Any] | None, effort: str | None) -> Mapping[str, Any] | None:

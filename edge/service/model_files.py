@@ -24,6 +24,7 @@ from .model_pool import ModelPool
 from .offered_models import ModelEntry
 
 _UNKNOWN: Final[Mapping[str, Any]] = {
+    "architecture": "",
     "disk_bytes": 0,
     "weight_bytes": 0,
     "cache_bytes_per_token": None,
@@ -60,7 +61,7 @@ class ModelFiles:
         except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
             return _UNKNOWN
 
-    def remove(self, name: str) -> None:
+    def remove(self, model: str) -> None:
         """Unload a model that was downloaded or exported here, and remove its files.
 
         Raises:
@@ -68,7 +69,7 @@ class ModelFiles:
             RequestError: there is no such model, or it is in use.
             HubError: the disk refused.
         """
-        entry = self._pool.offered.find(name)
+        entry = self._pool.offered.find(model)
         if entry.id == BUNDLED_MODEL:
             raise InputError(f"{entry.id} comes with edge-run and cannot be removed", "remove a downloaded model")
         path = Path(entry.source)
@@ -110,6 +111,7 @@ def _read_files(graph: Path, folder: Path) -> dict[str, Any]:
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
     files = (folder if manifest is None else graph.parent).rglob("*")
     return {
+        "architecture": str(bundle.config.get("model_type", "")),
         "disk_bytes": sum(path.stat().st_size for path in files if path.is_file()),
         "weight_bytes": bundle.weight_bytes,
         "cache_bytes_per_token": _cache_bytes(bundle.config),

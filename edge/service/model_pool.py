@@ -6,6 +6,7 @@ many requests ask for it. What nobody waits for any more is not loaded to its en
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,9 @@ class ModelState(msgspec.Struct, kw_only=True, frozen=True):
     pass_tokens: Annotated[int, Meta(description="Tokens in these passes.")]
     load_s: float
     last_used: Annotated[float, Meta(description="Seconds since 1970.")]
+    expires: Annotated[
+        float | None, Meta(description="When it is unloaded if nobody uses it again, in seconds since 1970; or never.")
+    ]
 
 
 @dataclass
@@ -70,6 +74,8 @@ class PooledModel:
     load_s: float = 0.0
     last_used: float = 0.0
     idle_since: float = 0.0
+    idle_s: float | None = None
+    """Seconds after which it is unloaded if it is not in use; None for never."""
     listeners: dict[int, Progress] = field(default_factory=dict)
     """Receivers of progress by the thread that waits for the model or uses it."""
 
@@ -77,6 +83,10 @@ class PooledModel:
     def idle(self) -> bool:
         """Whether it is in memory and may be unloaded."""
         return self.engine is not None and not self.users and not self.waiting
+
+    def left_s(self) -> float:
+        """Seconds until it is unloaded if it is not used again."""
+        return self.idle_since + (math.inf if self.idle_s is None else self.idle_s) - time.monotonic()
 
     def status(self) -> ModelState:
         """What others may know of it."""
@@ -94,6 +104,7 @@ class PooledModel:
             pass_tokens=now.passes.tokens,
             load_s=self.load_s,
             last_used=self.last_used,
+            expires=None if self.idle_s is None else self.last_used + self.idle_s,
         )
 
 
@@ -141,6 +152,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         *,
         cancellation: Cancellation | None = None,
         kept: bool = False,
+        keep_s: float | None = None,
     ) -> Iterator[Engine]:
         """Load a model if necessary, and keep it in memory for the length of the `with` block.
 
@@ -151,6 +163,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             cancellation: ends the waiting.
             kept: whether the use has no end of its own, like an open session. A model that has no room beside such
                 ones is refused instead of waiting for them.
+            keep_s: seconds for which the model stays in memory afterwards; None for what was said last, or `idle_s`.
 
         Raises:
             RequestError: there is no such model, it does not fit the memory budget, or the pool is closed.
@@ -161,7 +174,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         token = cancellation or Cancellation()
         reader = threading.get_ident()
         with token.calling(self._notify), self._changed:
-            model = self._models.setdefault(entry.id, PooledModel(entry))
+            model = self._models.setdefault(entry.id, PooledModel(entry, idle_s=self._idle_s))
             model.waiting += 1
             model.listeners[reader] = progress
             try:
@@ -182,6 +195,8 @@ class ModelPool(AbstractContextManager["ModelPool"]):
                     model.listeners.pop(reader, None)
                 model.users -= 1
                 model.kept -= kept
+                if keep_s is not None:
+                    model.idle_s = keep_s if keep_s < threading.TIMEOUT_MAX else None
                 self._touch(model)
 
     def load(
@@ -293,8 +308,6 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             self._changed.notify_all()
             if failure is None:
                 model.engine, model.load_s = engine, time.monotonic() - started
-                if self._idle_s is not None and self._timer is None:
-                    self._timer = self._start(self._unload_unused)
             else:
                 attempt.set_exception(failure)
                 self._close_engine(model, engine)
@@ -359,21 +372,22 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             self._changed.notify_all()
 
     def _unload_unused(self) -> None:
-        """Unload models that were not in use for `idle_s`, in a thread of its own."""
-        idle_s = self._idle_s or 0.0
+        """Unload models that are not in use any longer, in a thread of its own."""
         with self._changed:
             while not self._closed:
-                idle = [model for model in self._models.values() if model.idle]
-                oldest = min(idle, key=lambda model: model.idle_since, default=None)
-                left_s = None if oldest is None else oldest.idle_since + idle_s - time.monotonic()
-                if oldest is not None and left_s is not None and left_s <= 0:
-                    self._unload(oldest)
+                idle = [model for model in self._models.values() if model.idle and model.idle_s is not None]
+                first = min(idle, key=PooledModel.left_s, default=None)
+                left_s = None if first is None else first.left_s()
+                if first is not None and left_s is not None and left_s <= 0:
+                    self._unload(first)
                 else:
                     self._changed.wait(left_s)
 
     def _touch(self, model: PooledModel) -> None:
         """Note that the use of a model begins or ends now; the lock is held."""
         model.last_used, model.idle_since = time.time(), time.monotonic()
+        if model.idle_s is not None and self._timer is None:
+            self._timer = self._start(self._unload_unused)
         self._changed.notify_all()
 
     def _notify(self) -> None:

@@ -80,8 +80,9 @@ class OfferedModels:
                 hint = "download one: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct"
                 raise _not_found("there is no model on this machine", hint)
             return entries[0]
-        found = [entry for entry in entries if entry.id == name] or [
-            entry for entry in entries if name in (entry.source, *entry.aliases)
+        wanted = {name, name.removesuffix(":latest")}  # the tag that Ollama's clients add to names without one
+        found = [entry for entry in entries if entry.id in wanted] or [
+            entry for entry in entries if wanted & {entry.source, *entry.aliases}
         ]
         if len(found) == 1:
             return found[0]

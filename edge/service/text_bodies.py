@@ -26,6 +26,7 @@ from .generation_fields import (
     TokenLimit,
     Verbosity,
     check_option,
+    check_token_ids,
     generation_request,
     same,
     template_variables,
@@ -62,6 +63,20 @@ def texts_or_ids(param: str, given: TextsOrIds) -> tuple[str | tuple[int, ...], 
         if not isinstance(each, str) and any(token < 0 for token in each):
             raise invalid(place, f"{place} has the token id {min(each)}", "token ids are 0 or more")
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
+
+
+def encoded_texts(engine: Engine, param: str, given: Any) -> list[list[int]]:
+    """The token ids of a field that has one or several texts or lists of token ids; errors as for `texts_or_ids`.
+
+    Raises:
+        RequestError: the model does not have one of the token ids.
+    """
+    texts = texts_or_ids(param, given)
+    encode = engine.tokenizer.encode
+    prompts = [encode(each, add_special_tokens=True) if isinstance(each, str) else list(each) for each in texts]
+    for index, tokens in enumerate(prompts):
+        check_token_ids(engine, tokens, param if len(prompts) == 1 else f"{param}[{index}]")
+    return prompts
 
 
 class ChatBody(ConversationFields, kw_only=True):

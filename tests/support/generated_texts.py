@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from edgerun.edge.server.protocols import ollama
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
@@ -27,6 +28,11 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/api/chat": ollama.OllamaChatBody,
+    "/api/generate": ollama.OllamaTextBody,
+    "Options of /api/chat and /api/generate": ollama.OllamaOptions,
+    "/api/embed": ollama.OllamaEmbedBody,
+    "/api/pull": ollama.OllamaPullBody,
 }
 """Bodies by the heading of their table."""
 

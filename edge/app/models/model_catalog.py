@@ -92,6 +92,7 @@ class ModelCatalog:
             )
         return found
 
+
 def record_speed(context: AppContext, model: str | None, stats: Stats) -> None:
     """Keep the speed of an answer that is long enough to count, and tell the page."""
     if model and stats.text_tokens >= _LEAST_TOKENS and (speed := stats.decode_tokens_per_second):

@@ -13,7 +13,7 @@ from ....errors import InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
 from ...conversations.records import Role
-from ...server.json_endpoint import JsonRoute, Handler
+from ...server.json_endpoint import Handler, JsonRoute
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons

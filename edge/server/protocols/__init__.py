@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from . import openai
+from . import ollama, openai
 
-PROTOCOLS: Final = (openai,)
+PROTOCOLS: Final = (openai, ollama)
 """The modules of the APIs, whose `routes` makes the paths of one."""

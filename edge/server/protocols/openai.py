@@ -22,13 +22,13 @@ from ...service.text_bodies import (
     DetokenizeBody,
     EmbeddingBody,
     TokenizeRequest,
+    encoded_texts,
     parse_chat,
     parse_completion,
-    texts_or_ids,
 )
 from ..endpoints import RequestService, computing_route, generating_route
 from ..http_messages import JsonResponse, error_response
-from ..protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json
+from ..http_protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json
 
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
@@ -67,12 +67,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
 
 
 def _embed(request: EmbeddingBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
-    prompts = [
-        engine.tokenizer.encode(each, add_special_tokens=True) if isinstance(each, str) else list(each)
-        for each in texts_or_ids("input", request.input)
-    ]
-    for index, tokens in enumerate(prompts):
-        check_token_ids(engine, tokens, "input" if len(prompts) == 1 else f"input[{index}]")
+    prompts = encoded_texts(engine, "input", request.input)
     vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled)
     request.check_dimensions(vectors.shape[1])
     prompt_tokens = sum(map(len, prompts))

@@ -15,7 +15,7 @@ from edgerun.edge.app.event_channel import EventChannel
 from edgerun.edge.app.generations import Generations
 from edgerun.edge.conversations.records import Change, MessageState
 from edgerun.edge.conversations.store import ConversationStore
-from edgerun.edge.server.protocol import RefusedError
+from edgerun.edge.server.http_protocol import RefusedError
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
 from support.app_server import RunningApp, new_conversation, post, read, running_app, send, window

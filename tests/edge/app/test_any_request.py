@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.edge.server.json_endpoint import JsonRoute
 from edgerun.edge.app.app_service import state_routes
 from edgerun.edge.app.conversation_endpoints import conversation_routes
+from edgerun.edge.server.json_endpoint import JsonRoute
 from support.app_server import RunningApp, new_conversation, send
 from support.nightly import examples
 from support.random_bodies import NAMES, NUMBERS, TEXTS, bodies

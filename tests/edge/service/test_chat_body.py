@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -134,7 +135,7 @@ def test_messages_are_those_that_the_runtime_takes() -> None:
     ],
 )
 def test_fields_that_do_not_change_the_answer_are_accepted(field: dict[str, Any]) -> None:
-    assert parsed(**field) == parsed()
+    assert replace(parsed(**field), keep_s=None) == parsed()
     assert fits_schema({"messages": [USER], **field})
     for name in field.keys() - {"messages", "max_tokens"}:
         error = error_of({"messages": [USER], name: [{"a": 1}]})

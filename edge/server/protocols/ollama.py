@@ -1,0 +1,289 @@
+"""Ollama's API: chats, texts and vectors as lines of JSON, and the models on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+
+from ....models.hub.downloaded_model import parse_hub_id
+from ....models.hub.fetch import fetch_model
+from ....runtime.engine import Engine
+from ....runtime.result import Chunk, Reply, Stats
+from ....runtime.scheduling.request_run import Cancellation, Run
+from ....runtime.tools.calls import ToolCall, joined_calls
+from ...service.body_decoder import StrictStruct, about, decode_body
+from ...service.generation_fields import (
+    GenerationRequest,
+    KeepAlive,
+    RequestFields,
+    generation_request,
+    keep_seconds,
+    template_variables,
+)
+from ...service.message_fields import FunctionTool, JsonObjectFormat, checked_messages, tool_mappings
+from ...service.model_files import ModelFiles
+from ...service.model_pool import ModelPool
+from ...service.offered_models import ModelEntry
+from ...service.openai_objects import GenerationObjects
+from ...service.request_error import invalid, unsupported
+from ...service.text_bodies import TextsOrIds, encoded_texts
+from ..endpoints import RequestService, computing_route, generating_route
+from ..http_protocol import Protocol, ProtocolRoute, encode_json
+from ..json_endpoint import Handler, JsonRoute
+
+API_VERSION: Final = "0.12.6"
+"""The version of Ollama whose API this is: clients enable functions by it."""
+_NEVER: Final = "2318-01-01T00:00:00Z"
+"""When a model is unloaded that stays in memory, as Ollama says it."""
+
+_OTHER_NAMES: Final = {"thinking": "reasoning_content", "tool_name": "name"}
+"""Names of fields of a message in the chat template, by Ollama's."""
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return encode_json(value) + b"\n"
+
+
+# Clients parse every line as JSON, so that nothing can be sent while nothing comes.
+OLLAMA: Final = Protocol(
+    lambda error: {"error": str(error)}, _line, [(b"content-type", b"application/x-ndjson")], silence=b""
+)
+
+
+class OllamaOptions(RequestFields, kw_only=True):
+    """Options of an answer: those of the completions of this server, under their names, and Ollama's own."""
+
+    num_predict: Annotated[int | None, about("Largest number of tokens; below 0 for no limit.")] = None
+    num_batch: Annotated[int | None, about("Accepted; does not change the answer.")] = None
+    num_gpu: Annotated[int | None, about("Accepted; the command line chooses the device.")] = None
+    num_keep: Annotated[int | None, about("Accepted; overflow says what happens to long conversations.")] = None
+    num_thread: Annotated[int | None, about("Accepted; the command line chooses the threads.")] = None
+    use_mmap: Annotated[bool | None, about("Accepted; does not change the answer.")] = None
+
+
+class _Body(StrictStruct, kw_only=True):
+    """What chats and texts have in common."""
+
+    model: Annotated[str, about("Name of the model; the tag :latest is ignored.")]
+    stream: Annotated[bool, about("Whether to send the answer while it is generated; true by default.")] = True
+    format: Annotated[str | dict[str, Any] | None, about("json, or a JSON schema.")] = None
+    options: Annotated[OllamaOptions, about("Options of the answer.")] = msgspec.field(default_factory=OllamaOptions)
+    keep_alive: KeepAlive = None
+    think: Annotated[bool | str | None, about("Whether the model thinks, or how much.")] = None
+    images: Annotated[list[str] | None, about("Not supported: models here read text.", [])] = None
+
+    def request(self, prompts: Sequence[Any], **others: Any) -> GenerationRequest:
+        """The request; without a prompt, the model is only loaded, or unloaded."""
+        if isinstance(self.format, str) and self.format not in ("", "json"):
+            raise invalid("format", f"format is {self.format!r:.50}", "give json, or a JSON schema")
+        fields = msgspec.structs.replace(
+            self.options,
+            model=self.model,
+            stream=self.stream and bool(prompts),
+            keep_alive=self.keep_alive,
+            json_schema=self.format if isinstance(self.format, dict) else None,
+            response_format=JsonObjectFormat() if self.format == "json" else None,
+        )
+        effort = ("medium" if self.think else "none") if isinstance(self.think, bool) else self.think
+        others["template_variables"] = template_variables(None, effort)
+        others["max_tokens"] = None if (self.options.num_predict or 0) < 0 else self.options.num_predict
+        return generation_request(fields, prompts, others)
+
+
+class OllamaChatBody(_Body, kw_only=True):
+    """Body of the next message of a conversation."""
+
+    messages: Annotated[list[dict[str, Any]], about("The conversation; without one, the model is only loaded.")] = (
+        msgspec.field(default_factory=list)
+    )
+    tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> GenerationRequest:
+        """Decode a body; errors as for OpenAI's."""
+        fields = decode_body(body, cls)
+        places = [f"messages[{index}]" for index in range(len(fields.messages))]
+        for message, place in zip(fields.messages, places, strict=True):
+            if message.pop("images", None):
+                raise unsupported(f"{place}.images", f"{place} has images", "models here read text: leave them out")
+        messages = [{_OTHER_NAMES.get(name, name): each[name] for name in each} for each in fields.messages]
+        prompts = [checked_messages(messages, "messages", places)] if messages else []
+        return fields.request(prompts, tools=tool_mappings(fields.tools))
+
+
+class OllamaTextBody(_Body, kw_only=True):
+    """Body of an answer to one prompt."""
+
+    prompt: Annotated[str, about("What is answered; without it, the model is only loaded.")] = ""
+    system: Annotated[str | None, about("The system message.")] = None
+    raw: Annotated[bool, about("Whether the prompt is continued as it is, without the chat template.")] = False
+    suffix: Annotated[None, about("Not supported: use /v1/completions.")] = None
+    template: Annotated[None, about("Not supported: the model's own template is used.")] = None
+    context: Annotated[None, about("Not supported: send a conversation to /api/chat.")] = None
+
+    @classmethod
+    def parse(cls, body: bytes) -> GenerationRequest:
+        """Decode a body; errors as for OpenAI's."""
+        fields = decode_body(body, cls)
+        return fields.request([fields.prompt] if fields.prompt else [], raw=fields.raw, system=fields.system)
+
+
+class ChatLines(GenerationObjects):
+    """The lines of one answer; the last one has why it ended, and counts."""
+
+    id_prefix = ""
+    chats: ClassVar = True
+
+    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The lines of one chunk of the stream."""
+        lines, calls = [], joined_calls(chunk.tool_calls)
+        if chunk.text or chunk.reasoning or calls:
+            lines.append({**self._answer(chunk.text, chunk.reasoning, calls), "done": False})
+        if chunk.finish_reason is not None and chunk.stats is not None:
+            lines.append({**self._answer(), **_ended(chunk.finish_reason.value, chunk.stats)})
+        return lines
+
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole answer; without a prompt, that the model was loaded or unloaded."""
+        if not replies:
+            return {**self._answer(), "done": True, "done_reason": "load" if self._request.keep_s != 0 else "unload"}
+        (reply,) = replies
+        ended = _ended(reply.finish_reason.value, reply.stats)
+        return {**self._answer(reply.text, reply.reasoning, reply.tool_calls), **ended}
+
+    def _answer(self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        called = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
+        optional = {name: value for name, value in {"thinking": thinking, "tool_calls": called}.items() if value}
+        message = {"message": {"role": "assistant", "content": text, **optional}}
+        head = {"model": self._head["model"], "created_at": _time(time.time())}
+        return {**head, **(message if self.chats else {"response": text, **optional})}
+
+
+class TextLines(ChatLines):
+    """The lines of one answer to a prompt."""
+
+    chats = False
+
+
+def _ended(reason: str, stats: Stats) -> dict[str, Any]:
+    """What the last line has; times are in nanoseconds."""
+    seconds = {"total": stats.total_s, "load": 0.0, "prompt_eval": stats.first_token_s}
+    durations = {**seconds, "eval": stats.total_s - stats.first_token_s}
+    return {
+        "done": True,
+        "done_reason": "stop" if reason == "stop" else "length",
+        **{f"{name}_duration": round(value * 1e9) for name, value in durations.items()},
+        "prompt_eval_count": stats.prompt_tokens,
+        "eval_count": stats.completion_tokens,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaEmbedBody(StrictStruct):
+    """Body of a request for vectors."""
+
+    model: Annotated[str, about("Name of the model.")]
+    input: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
+    truncate: Annotated[bool | None, about("Accepted; a text that is too long is refused.")] = None
+    dimensions: Annotated[None, about("Not supported: vectors are not shortened.")] = None
+    options: Annotated[OllamaOptions | None, about("Accepted; does not change the vectors.")] = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def keep_s(self) -> float | None:
+        """Seconds for which the model stays in memory afterwards."""
+        return keep_seconds(self.keep_alive)
+
+
+def _embed(body: OllamaEmbedBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+    started = time.perf_counter()
+    prompts = encoded_texts(engine, "input", body.input)
+    vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled).tolist()
+    counts = {"load_duration": 0, "prompt_eval_count": sum(map(len, prompts))}
+    took = round((time.perf_counter() - started) * 1e9)
+    yield encode_json({"model": model, "embeddings": vectors, "total_duration": took, **counts})
+
+
+class OllamaPullBody(StrictStruct):
+    """Body of a download."""
+
+    model: Annotated[str, about("Id of a model on the Hugging Face Hub: org/name, org/name:variant.")]
+    stream: Annotated[bool, about("Whether to send the progress; true by default.")] = True
+    insecure: Annotated[bool | None, about("The hub is always asked over TLS.", False)] = None
+
+
+def _pull(pool: ModelPool, body: OllamaPullBody, run: Run[bytes]) -> Iterator[bytes]:
+    """Download a model of the hub, with a line for each piece of progress."""
+
+    def report(name: str, here: int, total: int) -> None:
+        run.cancellation.check()
+        if body.stream:
+            run.put(_line({"status": f"pulling {name}", "digest": name, "total": total, "completed": here}))
+
+    fetch_model(parse_hub_id(body.model), pool.kind, newest=True, progress=report)
+    yield _line({"status": "success"})
+
+
+def routes(service: RequestService) -> list[ProtocolRoute]:
+    """The paths of the API."""
+    pool, files = service.pool, ModelFiles(service.pool)
+
+    def described(entry: ModelEntry) -> dict[str, Any]:
+        known = files.describe(entry)
+        details = {"format": "onnx", "family": known["architecture"], "quantization_level": entry.id.partition(":")[2]}
+        names = {"name": entry.id, "model": entry.id, "digest": "", "details": details}
+        return {**names, "modified_at": _time(entry.created), "size": known["disk_bytes"]}
+
+    def version() -> object:
+        """The version of Ollama whose API this is."""
+        return {"version": API_VERSION}
+
+    def tags() -> object:
+        """The models that are offered."""
+        return {"models": [described(entry) for entry in pool.offered.entries()]}
+
+    def loaded() -> object:
+        """The models in memory."""
+        return {
+            "models": [
+                {
+                    **described(pool.offered.find(state.id)),
+                    "size": state.bytes,
+                    "context_length": (pool.sizes_of(state.id) or (0, 0))[0],
+                    "expires_at": _NEVER if state.expires is None else _time(state.expires),
+                }
+                for state in pool.status()
+            ]
+        }
+
+    def show(model: str, verbose: bool = False) -> object:  # noqa: ARG001  all is told
+        """What a model is."""
+        entry = pool.offered.find(model)
+        known, family = files.describe(entry), described(entry)["details"]["family"]
+        info = {"general.architecture": family, f"{family}.context_length": known["context"]}
+        return {**described(entry), "model_info": info, "capabilities": ["completion", *["tools"] * known["chats"]]}
+
+    table: list[tuple[str, str, Handler]] = [
+        ("GET", "/api/version", version),
+        ("GET", "/api/tags", tags),
+        ("GET", "/api/ps", loaded),
+        ("POST", "/api/show", show),
+        ("DELETE", "/api/delete", files.remove),
+    ]
+    pull, download = partial(decode_body, kind=OllamaPullBody), partial(_pull, pool)
+    vectors = partial(decode_body, kind=OllamaEmbedBody)
+    return [
+        *(JsonRoute(service.settings, method, path, handler, protocol=OLLAMA) for method, path, handler in table),
+        computing_route(service, OLLAMA, "/api/pull", "Download a model of the hub.", pull, download, loads=False),
+        computing_route(service, OLLAMA, "/api/embed", "Vectors of texts.", vectors, _embed),
+        generating_route(service, OLLAMA, "/api/chat", "The next message.", OllamaChatBody.parse, ChatLines),
+        generating_route(service, OLLAMA, "/api/generate", "An answer to a prompt.", OllamaTextBody.parse, TextLines),
+    ]

@@ -1,0 +1,178 @@
+"""Ollama's client for Python against a server, and requests that its API refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ollama
+import pytest
+from starlette.applications import Starlette
+
+import edgerun
+from edgerun.edge.service.generation_fields import keep_seconds
+from support.scripted_model import WEATHER, write_calling_bundle
+from support.serving import Served, asked, served
+
+QUESTION = {"role": "user", "content": "Weather in Paris and Rome?"}
+NAME = "bundle"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_calling_bundle(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    with served([model], "--threads", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[ollama.Client]:
+    with ollama.Client(server.base) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def reply(model: Path) -> edgerun.Reply:
+    with edgerun.load(model) as engine:
+        return engine.generate([QUESTION], tools=[WEATHER], temperature=0.0)
+
+
+def test_a_chat_whole_and_as_a_stream(client: ollama.Client, reply: edgerun.Reply) -> None:
+    asking: dict[str, Any] = {"model": f"{NAME}:latest", "messages": [QUESTION], "tools": [WEATHER]}
+    whole = client.chat(**asking, options={"temperature": 0})
+    pieces = list(client.chat(**asking, options={"temperature": 0}, stream=True))
+    calls = [{"name": call.name, "arguments": call.values} for call in reply.tool_calls]
+    assert len(calls) == 2
+    assert (whole.message.content, whole.message.thinking) == (reply.text, reply.reasoning)
+    assert [call.function.model_dump() for call in whole.message.tool_calls or ()] == calls
+    assert "".join(piece.message.content or "" for piece in pieces) == reply.text
+    assert "".join(piece.message.thinking or "" for piece in pieces) == reply.reasoning
+    streamed = [call.function.model_dump() for piece in pieces for call in piece.message.tool_calls or ()]
+    assert streamed == calls
+    assert [piece.done for piece in pieces] == [*[False] * (len(pieces) - 1), True]
+    for last in (whole, pieces[-1]):
+        assert (last.done_reason, last.eval_count) == ("stop", reply.stats.completion_tokens)
+        assert last.prompt_eval_count == reply.stats.prompt_tokens
+        assert last.total_duration >= last.prompt_eval_duration > 0
+
+
+def test_the_results_of_calls_go_back(client: ollama.Client, server: Served, reply: edgerun.Reply) -> None:
+    said = client.chat(NAME, [QUESTION], tools=[WEATHER], options={"temperature": 0}).message
+    results = [{"role": "tool", "tool_name": "get_weather", "content": "rain"}] * 2
+    asking = {"tools": [WEATHER], "options": {"temperature": 0, "num_predict": 2}}
+    further = client.chat(NAME, [QUESTION, said, *results], **asking)
+    result = {"role": "tool", "name": "get_weather", "content": "rain"}
+    same = server.post(
+        "/v1/chat/completions",
+        {"messages": [QUESTION, reply.message, result, result], "tools": [WEATHER], "temperature": 0, "max_tokens": 2},
+    )
+    assert further.prompt_eval_count == same["usage"]["prompt_tokens"]
+    assert further.eval_count == same["usage"]["completion_tokens"] == 2
+    assert further.done_reason == "length"
+
+
+def test_a_prompt_and_a_schema(client: ollama.Client, model: Path) -> None:
+    with edgerun.load(model) as engine:
+        plain = engine.generate("list", raw=True, temperature=1.0, seed=3, max_tokens=5, ignore_eos=True)
+    options = {"temperature": 1, "seed": 3, "num_predict": 5, "ignore_eos": True}
+    answered = client.generate(NAME, "list", raw=True, options=options)
+    assert (answered.response, answered.done_reason) == (plain.text, "length")
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    assert json.loads(client.generate(NAME, "list", format=schema).response) == {"a": 1}
+
+
+def test_models_are_listed_shown_loaded_and_unloaded(client: ollama.Client, server: Served) -> None:
+    (listed,) = client.list().models
+    assert (listed.model, listed.details and listed.details.format) == (NAME, "onnx")
+    assert listed.size
+    assert listed.size > 1000
+    shown = client.show(NAME)
+    assert shown.capabilities == ["completion", "tools"]
+    assert f"{shown.modelinfo['general.architecture']}.context_length" in shown.modelinfo
+    assert client.generate(NAME, keep_alive="1h30m").done_reason == "load"
+    (loaded,) = client.ps().models
+    assert loaded.model == NAME
+    assert loaded.expires_at is not None
+    assert loaded.expires_at.year < 2300
+    assert client.generate(NAME, keep_alive=-1).done_reason == "load"
+    (kept,) = client.ps().models
+    assert kept.expires_at is not None
+    assert kept.expires_at.year == 2318
+    assert client.generate(NAME, keep_alive=0).done_reason == "unload"
+    while client.ps().models:  # a thread of its own unloads it
+        pass
+    assert server.post("/api/show", {"model": NAME})["capabilities"] == ["completion", "tools"]
+
+
+def test_errors_have_ollamas_form(client: ollama.Client) -> None:
+    for ask in (lambda: client.chat("other", [QUESTION]), lambda: client.show("other"), lambda: client.delete("other")):
+        with pytest.raises(ollama.ResponseError, match="there is no model 'other'") as refused:
+            ask()
+        assert refused.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="is not a model that edge-run downloaded"):
+        client.delete(NAME)
+    with pytest.raises(ollama.ResponseError, match="--hidden-states"):
+        client.embed(NAME, "a")
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "no object": ("/api/chat", [], "the body is the array []; it must be a JSON object"),
+    "no model": ("/api/chat", {"messages": []}, "model is missing"),
+    "images": (
+        "/api/chat",
+        {"model": "", "messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
+        "messages[0] has images",
+    ),
+    "a role": ("/api/chat", {"model": "", "messages": [{"role": "x", "content": ""}]}, "role is 'x'"),
+    "a message": ("/api/chat", {"model": "", "messages": [3]}, "messages[0] is the integer 3; it must be an object"),
+    "a format": ("/api/generate", {"model": "", "prompt": "a", "format": "xml"}, "format is 'xml'"),
+    "a suffix": ("/api/generate", {"model": "", "prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    "an option": ("/api/generate", {"model": "", "prompt": "a", "options": {"mirostat": 2}}, "options.mirostat"),
+    "a temperature": ("/api/generate", {"model": "", "prompt": "a", "options": {"temperature": -1}}, "temperature"),
+    "a context": ("/api/generate", {"model": "bundle", "prompt": "a", "options": {"num_ctx": 10**6}}, "num_ctx is"),
+    "a duration": ("/api/generate", {"model": "", "prompt": "a", "keep_alive": "soon"}, "keep_alive is 'soon'"),
+    "no texts": ("/api/embed", {"model": "bundle", "input": []}, "input is empty"),
+    "a hub's name": ("/api/pull", {"model": "nonsense"}, "nonsense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_requests_get_one_line(tiny_app: Starlette, name: str) -> None:
+    path, body, message = REFUSED[name]
+    response = asked(tiny_app, "POST", path, json=body)
+    assert 400 <= response.status_code < 500
+    (key, said), *others = response.json().items()
+    assert (key, others) == ("error", [])
+    assert message in said
+    assert "\n" not in said
+
+
+def test_pages_of_other_sites_are_refused_in_ollamas_form(tiny_app: Starlette) -> None:
+    for headers in ({"origin": "https://example.com"}, {"host": "example.com"}):
+        response = asked(tiny_app, "GET", "/api/tags", headers=headers)
+        assert response.status_code in (403, 421)
+        assert set(response.json()) == {"error"}
+        assert "example.com" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (None, None),
+        (0, 0),
+        (90, 90),
+        (-1, float("inf")),
+        ("-1", float("inf")),
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("300", 300),
+    ],
+)
+def test_how_long_models_stay(given: str | float | None, seconds: float | None) -> None:
+    assert keep_seconds(given) == seconds
