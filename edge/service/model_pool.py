@@ -6,7 +6,6 @@ many requests ask for it. What nobody waits for any more is not loaded to its en
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,7 @@ class PooledModel:
 
     def left_s(self) -> float:
         """Seconds until it is unloaded if it is not used again."""
-        return self.idle_since + (math.inf if self.idle_s is None else self.idle_s) - time.monotonic()
+        return self.idle_since + (self.idle_s or 0.0) - time.monotonic()
 
     def status(self) -> ModelState:
         """What others may know of it."""
