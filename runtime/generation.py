@@ -176,7 +176,7 @@ class Generation:
             decoded = decoder.flush()
             remainder = matcher.push(decoded) + matcher.flush()
             rest = () if tokens is None else tokens.finish(decoded, remainder)
-            stats = recorder.stats(keep_rounds=request.options.explain)
+            stats = recorder.stats(keep_rounds=request.options.explain, stop_sequence=matcher.found)
             self._drafters.store_conversation(sequence.token_ids[self._kept :])
         completed, totals = recorder.completion_tokens, recorder.logprob_totals
         last = Chunk(remainder, finish, stats, rest, completion_tokens=completed, logprob_totals=totals)

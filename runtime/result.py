@@ -147,6 +147,8 @@ class Stats:
     model's own graph, `int8` the int8 prompt graph."""
     logprob_totals: LogprobTotals = NO_LOGPROBS
     """Sums over the log-probabilities of the completion's tokens, if they were computed."""
+    stop_sequence: str = ""
+    """The stop sequence before which the answer ended; empty where it ended otherwise."""
     best_of: BestOf | None = None
     """How the best answers were chosen; only the first of them has this."""
 
@@ -239,7 +241,7 @@ class StatsRecorder:
             self._first_token = time.perf_counter()
         self._steps.append(step)
 
-    def stats(self, *, keep_rounds: bool) -> Stats:
+    def stats(self, *, keep_rounds: bool, stop_sequence: str = "") -> Stats:
         """Statistics of the answer, which ends now; with statistics of every round if `keep_rounds`."""
         ended = time.perf_counter()
         rounds = tuple(step.round for step in self._steps if step.target_s)
@@ -282,6 +284,7 @@ class StatsRecorder:
             context_shifts=self.shifts,
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
             logprob_totals=self.logprob_totals,
+            stop_sequence=stop_sequence,
         )
 
 

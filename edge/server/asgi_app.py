@@ -209,7 +209,9 @@ def origin_refusal(settings: ServerSettings, scope: Scope) -> RefusedError | Non
 def _key_refusal(key: str | None, scope: Scope) -> RefusedError | None:
     """Why a request without the API key, or with a body that is not declared as JSON, is refused."""
     if key is not None and scope["path"] != "/health":  # which tells nothing but that the server runs
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        default = f"bearer {headers.get('x-api-key', '')}"  # the header of Anthropic's clients
+        scheme, _, given = headers.get("authorization", default).partition(" ")
         # The time of the comparison does not tell where the two differ.
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("utf-8"), key.encode()):
             return RefusedError(

@@ -50,7 +50,7 @@ _TAGS: Final = {
 """What a field that selects a form may be, by the end of its path without indices."""
 _FOREIGN_TAGS: Final = frozenset(
     (
-        *("file", "function", "image_url", "input_audio", "input_file", "input_image", "refusal"),
+        *("document", "file", "function", "image", "image_url", "input_audio", "input_file", "input_image", "refusal"),
         *("custom", "grammar"),
         *("code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "local_shell"),
         *("mcp", "shell", "web_search", "web_search_preview"),

@@ -110,7 +110,9 @@ class StopMatcher:
         self._unreturned = len(self._held)
         """Number of characters at the beginning of `_held` that come before the text."""
         self.stopped = False
-        """Whether a stop sequence was found; all later text is dropped."""
+        """Whether the text has ended; all later text is dropped."""
+        self.found = ""
+        """The stop sequence before which it ended."""
 
     def push(self, text: str) -> str:
         """Add text and return what cannot be part of a stop sequence."""
@@ -119,10 +121,10 @@ class StopMatcher:
         text = self._held + text
         # A stop sequence that ends in what comes before was found there, or is none.
         places = [(stop, text.find(stop, max(self._unreturned - len(stop) + 1, 0))) for stop in self._stop_sequences]
-        found = [(at + len(stop), at) for stop, at in places if at >= 0]
+        found = [(at + len(stop), at, stop) for stop, at in places if at >= 0]
         if found:
             self.stopped, self._held = True, ""
-            _, start = min(found)
+            _, start, self.found = min(found)
             return self._returned(text[:start])
         self._held = self._end_to_hold(text)
         return self._returned(text[: len(text) - len(self._held)])

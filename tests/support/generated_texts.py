@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from edgerun.edge.server.protocols import ollama
+from edgerun.edge.server.protocols import anthropic, ollama
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
@@ -28,6 +28,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/messages": anthropic.MessagesBody,
     "/api/chat": ollama.OllamaChatBody,
     "/api/generate": ollama.OllamaTextBody,
     "Options of /api/chat and /api/generate": ollama.OllamaOptions,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from . import ollama, openai
+from . import anthropic, ollama, openai
 
-PROTOCOLS: Final = (openai, ollama)
+PROTOCOLS: Final = (openai, anthropic, ollama)
 """The modules of the APIs, whose `routes` makes the paths of one."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from edgerun.edge.server.protocols import ollama
+from edgerun.edge.server.protocols import anthropic, ollama
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.nightly import examples
@@ -142,6 +142,8 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/embeddings": (EmbeddingBody, {"input": "a"}),
     "/tokenize": (TokenizeBody, {"content": "a"}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}),
+    "/v1/messages": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    "/v1/messages/count_tokens": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}]}),
     "/api/show": (ShowBody, {"model": "bundle"}),
     "/api/pull": (ollama.OllamaPullBody, {"model": "no hub id"}),
     "/api/embed": (ollama.OllamaEmbedBody, {"model": "bundle", "input": "a"}),
@@ -167,6 +169,8 @@ def test_a_body_is_answered_or_refused(tiny_app: Starlette, path: str, data: st.
         return
     assert response.status_code in {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND}, response.text
     error = response.json()["error"]
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/messages"):
+        assert set(error) == {"type", "message"}
+    elif path.startswith("/v1/"):
         assert set(error) == {"message", "type", "param", "code"}
     assert "\n" not in (error if path.startswith("/api/") else error["message"])
