@@ -14,7 +14,6 @@ import os
 import secrets
 import threading
 import time
-import urllib.request
 from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -32,6 +31,7 @@ from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
 from ..server.http_messages import JsonResponse, UnreadBodyResponse
 from ..server.http_protocol import RefusedError
+from ..service.running_servers import ask
 from .page_files import PASSAGE, entrance_page
 
 TOKEN_LIFE_S: Final = 300.0
@@ -43,7 +43,6 @@ _SECRET_BYTES: Final = 32
 _ENDPOINT_FILE: Final = "app.json"
 _START_S: Final = 30.0
 """Seconds within which an app that has the lock has to answer."""
-_ANSWER_S: Final = 5.0
 _POLL_S: Final = 0.05
 
 
@@ -159,15 +158,7 @@ def _token_of(port: int, owner_key: str) -> str:
         OSError: it does not answer.
         ValueError: something else answers.
     """
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{OPEN_PATH}",
-        data=b"{}",
-        headers={"Authorization": f"Bearer {owner_key}", "Content-Type": "application/json"},
-    )
-    # Proxies that the environment names are for other hosts.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_ANSWER_S) as response:
-        token = json.loads(response.read(4096))["token"]
+    token = ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, owner_key)["token"]
     if not isinstance(token, str):
         raise ValueError("the token is not a string")
     return token

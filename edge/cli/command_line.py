@@ -34,25 +34,33 @@ COMMANDS: Final = {
     "pull": "Download a model from the Hugging Face Hub.",
     "serve": "Serve models to programs that use OpenAI's API.",
     "models": "List the models on this machine, or remove one.",
+    "ps": "List the models that running servers and apps have in memory.",
+    "stop": "Unload a model from the memory of running servers and apps.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
 """What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
+ALIASES: Final = {
+    "list": ("models",),
+    "ls": ("models",),
+    "show": ("inspect",),
+    "rm": ("models", "--remove"),
+}
+"""Names that commands have in other programs, which work here too."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {
     "app": ("start", "web", "ui", "gui"),
     "run": ("chat", "generate"),
-    "models": ("list", "ls"),
-    "models --remove": ("remove", "rm"),
+    "models --remove": ("remove",),
     "pull": ("download", "get", "install"),
     "serve": ("server", "api"),
     "export": ("create", "convert", "quantize"),
     "train-draft": ("train", "distill"),
-    "inspect": ("show", "info"),
+    "inspect": ("info",),
     "bench": ("benchmark",),
     "--help": ("help",),
     "--version": ("version",),
 }
-"""What other programs call these commands, and people try first."""
+"""What else people may try first; it is refused with the name of the command."""
 _SIMILAR: Final = 0.66
 """Similarity from which a word is taken for a mistyped command, from 0 to 1: one slip in three letters."""
 _SEVERAL: Final = "--clients"
@@ -72,7 +80,9 @@ edge-run app
 edge-run my-model
 edge-run onnx-community/Qwen2.5-0.5B-Instruct
 edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights int4
+edge-run ps
 
+list, show and rm are other names of models, inspect and models --remove.
 All options of chats and answers: edge-run run --help
 """
 
@@ -90,6 +100,10 @@ def run_command(given: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Models write any character, so the default encoding of a pipe does not do.
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if given and given[0] in ALIASES:
+        command, *option = ALIASES[given[0]]
+        # An option of `rm`, such as --help, is not what is to be removed.
+        given = [command, *([] if given[1:2] and given[1].startswith("-") else option), *given[1:]]
     if not given or (given[0] not in COMMANDS and given[0] not in _GLOBAL_OPTIONS):
         given = [_DEFAULT_COMMAND, *given]
     try:
@@ -136,7 +150,7 @@ def _check_first_word(words: list[str]) -> None:
     if not words or words[0].startswith("-") or {"/", os.sep} & set(words[0]) or may_be_model(words[0]):
         return
     word = words[0].lower()
-    names = [*COMMANDS, *named_models()]
+    names = [*COMMANDS, *ALIASES, *named_models()]
     others = [command for command, aliases in _OTHER_NAMES.items() if word in aliases]
     meant = next(iter(others or get_close_matches(word, names, n=1, cutoff=_SIMILAR)), None)
     hint = f"commands: {', '.join(COMMANDS)}" if meant is None else f"did you mean edge-run {meant}?"

@@ -18,7 +18,7 @@ from ...models.hub.downloaded_model import parse_hub_id
 from ...models.progress import ProgressDisplay
 from ..terminal.output import SafeConsole, write_line
 from ..terminal.report_summary import show_export
-from .command_line import COMMANDS
+from .command_line import ALIASES, COMMANDS
 from .shared_options import OptionsOf, takes_options
 
 _RECIPE: Final = OptionsOf(ExportRecipe())
@@ -80,7 +80,7 @@ def export(
     show_export(SafeConsole(), result)
     # A word alone would be taken for a command or an option, where it is one.
     named = str(destination)
-    run = os.path.join(os.curdir, named) if named in COMMANDS or named.startswith("-") else named
+    run = os.path.join(os.curdir, named) if named in {*COMMANDS, *ALIASES} or named.startswith("-") else named
     write_line(f"to run it: edge-run {shlex.quote(run)}")
 
 

@@ -13,11 +13,11 @@ from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, parse_bytes
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
+from ..service.running_servers import API_KEY_VARIABLE, announced
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import POOL, Models
 from .shared_options import OptionsOf, takes_options
 
-_KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _MAX_KEY_BYTES: Final = 4096
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
 
@@ -33,7 +33,7 @@ class ServeOptions:
     api_key: str | None = option(
         None,
         "Key that clients have to send. Other users of this machine can see it in the list of processes, "
-        f"unlike the environment variable {_KEY_VARIABLE} and --api-key-file.",
+        f"unlike the environment variable {API_KEY_VARIABLE} and --api-key-file.",
         metavar="KEY",
     )
     api_key_file: Path | None = option(None, "A file that contains the key.", metavar="FILE")
@@ -97,10 +97,12 @@ def serve(
         names = ", ".join(entry.id for entry in pool.offered.entries())
         shown = f"[{address}]" if ":" in address else address
         base = f"http://{shown}:{bound_port}"
-        write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
-        write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
         service = RequestService(pool, settings)
-        with showing_tracebacks(given["debug"]):
+        # A wildcard is not an address that others can ask.
+        local = base.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+        with showing_tracebacks(given["debug"]), announced(local):
+            write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
+            write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
             DrainingServer(asgi_app(service), service, settings, options.drain).run([listening])
 
 
@@ -111,7 +113,7 @@ def _api_key(option: str | None, file: Path | None) -> str | None:
         InputError: it is given twice, or the file cannot be read.
     """
     if file is None:
-        return os.environ.get(_KEY_VARIABLE) if option is None else option
+        return os.environ.get(API_KEY_VARIABLE) if option is None else option
     if option is not None:
         raise InputError("--api-key and --api-key-file are both given", "give one of them")
     try:
@@ -128,6 +130,6 @@ def _curl(base: str, key: str | None, file: Path | None) -> str:
     """A command that asks the server something."""
     # These quotes are understood by POSIX shells and by the Windows command prompt.
     body = r'"{\"messages\": [{\"role\": \"user\", \"content\": \"list all files\"}]}"'
-    given = f"$(cat {shlex.quote(str(file))})" if file is not None else f"${_KEY_VARIABLE}"
+    given = f"$(cat {shlex.quote(str(file))})" if file is not None else f"${API_KEY_VARIABLE}"
     header = "" if key is None else f' -H "Authorization: Bearer {given}"'
     return f'curl {base}/v1/chat/completions{header} -H "Content-Type: application/json" -d {body}'

@@ -162,7 +162,8 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             cancellation: ends the waiting.
             kept: whether the use has no end of its own, like an open session. A model that has no room beside such
                 ones is refused instead of waiting for them.
-            keep_s: seconds for which the model stays in memory afterwards; None for what was said last, or `idle_s`.
+            keep_s: seconds for which the model stays in memory afterwards; None for what was said last
+                since it was loaded, or `idle_s`.
 
         Raises:
             RequestError: there is no such model, it does not fit the memory budget, or the pool is closed.
@@ -352,7 +353,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
 
     def _unload(self, model: PooledModel) -> None:
         """Unload a model that is not in use; the lock is held, except while the engine closes."""
-        engine, model.engine = model.engine, None
+        engine, model.engine, model.idle_s = model.engine, None, self._idle_s
         self._close_engine(model, engine)
 
     def _close_engine(self, model: PooledModel, engine: Engine | None) -> None:

@@ -113,7 +113,7 @@ def test_streamed_json_reaches_a_pipe_while_the_answer_is_generated(endless_bund
     ("word", "command"),
     [
         *(("serv", "serve"), ("servr", "serve"), ("modles", "models"), ("Bench", "bench"), ("exprot", "export")),
-        *(("chat", "run"), ("list", "models"), ("download", "pull"), ("help", "--help"), ("gui", "app")),
+        *(("chat", "run"), ("remove", "models --remove"), ("download", "pull"), ("help", "--help"), ("gui", "app")),
         *(("aap", "app"), ("rnu", "run")),
     ],
 )
@@ -136,15 +136,25 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt
             pytest.fail("standard input was read")
 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Unread(b"a prompt"), encoding="utf-8"))
-    for arguments in (["ps"], ["stop", "mistral"], ["cp", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
+    for arguments in (["whoami"], ["signin", "mistral"], ["cp", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
         word = arguments[arguments[0] == "run"]
         said = fails(capsys, *arguments)
         assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, export, ")
         assert said.endswith(", rpc")
     assert fails(capsys, "create", "mistral").endswith("nor a model; did you mean edge-run export?")
     assert fails(capsys, "shel-helper").endswith("; did you mean edge-run shell-helper?")
-    for arguments in (["-n", "5", "ps"], ["./ps"]):
+    for arguments in (["-n", "5", "whoami"], ["./ps"]):
         assert fails(capsys, *arguments) == f"{arguments[-1]} does not exist; give an .onnx file or a model folder"
+
+
+def test_commands_have_the_names_of_other_programs(tiny_bundle: Path, capsys: Capture) -> None:
+    listed = output_of(capsys, "models")
+    assert "shell-helper" in listed
+    assert output_of(capsys, "list") == output_of(capsys, "ls") == listed
+    assert output_of(capsys, "show", tiny_bundle) == output_of(capsys, "inspect", tiny_bundle)
+    assert fails(capsys, "rm", "org/name") == fails(capsys, "models", "--remove", "org/name")
+    assert fails(capsys, "rm").endswith("requires an argument; see edge-run models --help")
+    assert output_of(capsys, "rm", "--help") == output_of(capsys, "models", "--help")
 
 
 def test_the_bundled_model_has_a_name_and_cannot_be_removed(capsys: Capture) -> None:
