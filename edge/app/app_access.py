@@ -158,7 +158,7 @@ def _token_of(port: int, owner_key: str) -> str:
         OSError: it does not answer.
         ValueError: something else answers.
     """
-    token = ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, owner_key)["token"]
+    token = ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, key=owner_key)["token"]
     if not isinstance(token, str):
         raise ValueError("the token is not a string")
     return token

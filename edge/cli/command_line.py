@@ -36,9 +36,10 @@ COMMANDS: Final = {
     "models": "List the models on this machine, or remove one.",
     "ps": "List the models that running servers and apps have in memory.",
     "stop": "Unload a model from the memory of running servers and apps.",
+    "doctor": "Show what this machine offers, what is kept on it, and what would make models faster.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
-"""What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
+"""What each command does; the module and the function are named like the command, with `_` for `-`, but for two."""
 ALIASES: Final = {
     "list": ("models",),
     "ls": ("models",),
@@ -168,8 +169,9 @@ def _command_line(chosen: str) -> Callable[..., object]:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        module = "chat_or_answer" if name == _DEFAULT_COMMAND else name.replace("-", "_")
-        command = getattr(import_module(f".{module}", __package__), module) if name == chosen else lambda: None
+        function = "chat_or_answer" if name == _DEFAULT_COMMAND else name.replace("-", "_")
+        module = "ps" if name == "stop" else function
+        command = getattr(import_module(f".{module}", __package__), function) if name == chosen else lambda: None
         app.command(name=name, short_help=summary)(command)
     return typer.main.get_command(app)
 

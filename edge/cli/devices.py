@@ -69,7 +69,7 @@ def devices(
     console = SafeConsole()
     console.print(_table(found, default))
     lines = [
-        *_missing_lines(found),
+        *missing_lines(found),
         f"threads on the CPU: {default_threads()} by default, {saver_threads()} with --power saver, at most "
         f"{usable_cores()}",
         f"--power auto: {'saver, on battery' if choose_power(Power.AUTO).saves else 'performance'}",
@@ -118,7 +118,7 @@ def _unusable(found: Sequence[Device]) -> list[tuple[str, str]]:
     return unusable
 
 
-def _missing_lines(found: Sequence[Device]) -> list[str]:
+def missing_lines(found: Sequence[Device]) -> list[str]:
     """What is installed and not usable, and what the machine has and nothing uses."""
     lines = [f"{name} is installed, but {reason}" for name, reason in _unusable(found)]
     for hardware in unused_hardware(seen_hardware(), found):

@@ -1,21 +1,21 @@
-"""`edge-run ps`: lists the models that running servers and apps have in memory."""
+"""`edge-run ps` and `edge-run stop`: the models that running servers and apps have in memory."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Final
 
-import msgspec
+import typer
 from rich.table import Table
 
+from ...errors import EdgeError, InputError
 from ...models.user_text import format_bytes
-from ..service.running_servers import RunningServer, running_servers
+from ..service.running_servers import ask, running_servers
 from ..terminal.output import SafeConsole, write_error, write_json, write_line
 from .shared_options import AsJson, Debug
 
 _FOREVER_S: Final = 50 * 365 * 24 * 3600
 """Seconds from which a model stays in memory for good: Ollama's API has a date for that."""
-_MINUTES_FROM_S: Final = 120
 
 
 def ps(
@@ -31,30 +31,48 @@ def ps(
     """
     servers = running_servers()
     if as_json:
-        write_json({"servers": msgspec.to_builtins(servers)})
-        return
-    warn_of_problems(servers)
-    loaded = [(server, model) for server in servers for model in server.models]
-    if not loaded:
-        write_line("no model is in memory" if servers else "no server runs; to start one: edge-run serve or app")
+        write_json({"servers": servers})
         return
     table = Table("model", "size", "context", "until", "server", box=None, pad_edge=False)
-    for server, model in loaded:
-        context = str(model.get("context_length") or "-")
-        table.add_row(str(model["name"]), format_bytes(model["size"]), context, _left(model), server.url)
-    SafeConsole().print(table)
-
-
-def warn_of_problems(servers: list[RunningServer]) -> None:
-    """Say which servers do not tell their models, and why."""
     for server in servers:
-        if server.problem is not None:
-            write_error(f"edge-run: {server.url}: {server.problem}")
+        if server["problem"] is not None:
+            write_error(f"edge-run: {server['url']}: {server['problem']}")
+        for model in server["models"]:
+            context, size = str(model["context_length"] or "-"), format_bytes(model["size"])
+            table.add_row(model["name"], size, context, _time_left(model["expires_at"]), server["url"])
+    if table.row_count:
+        SafeConsole().print(table)
+    else:
+        write_line("no model is in memory" if servers else "no server runs; to start one: edge-run serve or app")
 
 
-def _left(model: dict[str, Any]) -> str:
+def stop(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A name that edge-run ps lists.", show_default="all")
+    ] = None,
+    debug: Debug = False,  # noqa: ARG001  main reads it
+) -> None:
+    """Unload a model from the memory of running servers and apps, when the answers in progress have ended.
+
+    They load it again for the next request.
+
+    Example: edge-run stop my-model
+    """
+    names = [(server["url"], each["name"]) for server in running_servers() for each in server["models"]]
+    chosen = [(url, name) for url, name in names if model is None or name == model.removesuffix(":latest")]
+    if not chosen:
+        what = "no model is in memory" if model is None else f"{model} is not in memory"
+        raise InputError(what, "edge-run ps lists what is, and which servers do not tell")
+    for url, name in chosen:
+        body = {"model": name, "keep_alive": 0, "stream": False}
+        try:
+            ask(f"{url}/api/generate", body)
+        except (OSError, ValueError) as error:
+            raise EdgeError(f"{url} does not unload {name}: {error}", "end that server, or try again") from error
+        write_line(f"{name} is unloaded once no answer uses it ({url})")
+
+
+def _time_left(expires_at: str) -> str:
     """How long a model stays in memory if nobody uses it again."""
-    left_s = (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
-    if left_s > _FOREVER_S:
-        return "forever"
-    return f"{max(left_s, 0):.0f} s" if left_s < _MINUTES_FROM_S else f"{left_s / 60:.0f} min"
+    left_s = (datetime.fromisoformat(expires_at) - datetime.now(UTC)).total_seconds()
+    return "forever" if left_s > _FOREVER_S else f"{max(left_s, 0) / 60:.0f} min"

@@ -56,7 +56,7 @@ class ModelFiles:
             key = str(graph), graph.stat().st_mtime_ns
             with self._lock:
                 if key not in self._read:
-                    self._read[key] = _read_files(graph, folder)
+                    self._read[key] = describe_files(unchecked_bundle(graph, folder))
                 return self._read[key]
         except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
             return _UNKNOWN
@@ -98,18 +98,27 @@ def _is_exported(path: Path) -> bool:
     return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
 
 
-def _read_files(graph: Path, folder: Path) -> dict[str, Any]:
+def unchecked_bundle(graph: Path, folder: Path) -> Bundle:
+    """The model with a graph, whose other files are not compared with its manifest.
+
+    Raises:
+        EdgeError: the manifest is damaged.
+        OSError: it cannot be read.
+    """
+    manifest_path = graph.parent / MANIFEST_NAME
+    manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
+    return Bundle(folder, graph, manifest)
+
+
+def describe_files(bundle: Bundle) -> dict[str, Any]:
     """Read the files of a model, but for its weights.
 
     Raises:
         EdgeError: one is damaged.
         OSError: one cannot be read.
     """
-    manifest_path = graph.parent / MANIFEST_NAME
-    manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
-    bundle = Bundle(folder, graph, manifest)
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
-    files = (folder if manifest is None else graph.parent).rglob("*")
+    files = (bundle.folder if bundle.manifest is None else bundle.graph.parent).rglob("*")
     return {
         "architecture": str(bundle.config.get("model_type", "")),
         "disk_bytes": sum(path.stat().st_size for path in files if path.is_file()),

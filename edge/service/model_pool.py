@@ -162,8 +162,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             cancellation: ends the waiting.
             kept: whether the use has no end of its own, like an open session. A model that has no room beside such
                 ones is refused instead of waiting for them.
-            keep_s: seconds for which the model stays in memory afterwards; None for what was said last
-                since it was loaded, or `idle_s`.
+            keep_s: seconds for which the model stays in memory afterwards; None for what was said since it was loaded.
 
         Raises:
             RequestError: there is no such model, it does not fit the memory budget, or the pool is closed.

@@ -8,10 +8,9 @@ import os
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.error import HTTPError
-
-import msgspec
 
 from ...models.atomic import write_atomically
 from ...models.file_system import locked, remove
@@ -19,21 +18,8 @@ from ...models.user_folders import data_folder, make_private_folder
 
 API_KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _ANSWER_S: Final = 5.0
-_WAIT_S: Final = 1.0
 _MAX_BYTES: Final = 8 << 20
-_UNAUTHORIZED: Final = 401
 _log: Final = logging.getLogger(__name__)
-
-
-class RunningServer(msgspec.Struct, kw_only=True):
-    """A running server or app."""
-
-    url: str
-    process: int
-    models: list[dict[str, Any]] = []
-    """The models in memory, as in the answer of Ollama's `/api/ps`."""
-    problem: str | None = None
-    """Why it does not say which models are in memory; None if it does."""
 
 
 @contextmanager
@@ -43,43 +29,41 @@ def announced(url: str) -> Iterator[None]:
     The file is readable by its owner alone, and has no secrets. Its lock ends with the process, so that the file of a
     process that was killed is not taken for a running server.
     """
+    file = data_folder() / f"server-{os.getpid()}.json"
     with ExitStack() as stack:
         try:
-            make_private_folder(data_folder())
-            file = data_folder() / f"server-{os.getpid()}.json"
-            stack.enter_context(locked(file.with_suffix(".lock"), _WAIT_S, remove=True))
-            write_atomically(file, msgspec.json.encode({"url": url, "process": os.getpid()}), private=True)
+            make_private_folder(file.parent)
+            stack.enter_context(locked(file.with_suffix(".lock"), _ANSWER_S, remove=True))
+            write_atomically(file, json.dumps({"url": url, "process": os.getpid()}).encode(), private=True)
             stack.callback(remove, file)
         except OSError as error:  # a folder that cannot be written; the server works without
             _log.warning("edge-run ps will not find this server: %s", error)
         yield
 
 
-def running_servers() -> list[RunningServer]:
-    """The servers and apps of this user that run, with the models that they have in memory."""
-    found = []
+def running_servers() -> list[dict[str, Any]]:
+    """The servers and apps of this user that run.
+
+    Returns:
+        For each its `url`, its `process`, the `models` in memory as in the answer of Ollama's `/api/ps`, and the
+        `problem` if it does not say them, else None.
+    """
+    found: list[dict[str, Any]] = []
     for file in sorted(data_folder().glob("server-*.json")):
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, ValueError):
             try:
                 with locked(file.with_suffix(".lock"), 0.0, remove=True):
-                    file.unlink(missing_ok=True)  # its process was killed
+                    file.unlink()  # its process was killed
             except TimeoutError:
-                found.append(msgspec.json.decode(file.read_bytes(), type=RunningServer))
+                found.append({**json.loads(file.read_bytes()), "models": [], "problem": None})
     for server in found:
-        ask_for_models(server)
+        try:
+            server["models"] = ask(f"{server['url']}/api/ps")["models"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            server["problem"] = f"it does not answer: {error}"
+            if isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED:
+                server["problem"] = f"it has an API key; give it in the environment variable {API_KEY_VARIABLE}"
     return found
-
-
-def ask_for_models(server: RunningServer) -> None:
-    """Ask a server which models are in memory, or note why it does not say so."""
-    server.models, server.problem = [], None
-    try:
-        answer = ask(f"{server.url}/api/ps", key=os.environ.get(API_KEY_VARIABLE))
-        server.models = msgspec.convert(answer["models"], list[dict[str, Any]])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        server.problem = f"it does not answer: {error}"
-        if isinstance(error, HTTPError) and error.code == _UNAUTHORIZED:
-            server.problem = f"it has an API key; give it in the environment variable {API_KEY_VARIABLE}"
 
 
 def ask(url: str, body: Mapping[str, Any] | None = None, key: str | None = None) -> Any:
@@ -88,13 +72,14 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str | None = None)
     Args:
         url: what is asked for.
         body: sent as JSON with POST; None for GET.
-        key: sent as a bearer token.
+        key: sent as a bearer token; by default the API key in the environment, if there is one.
 
     Raises:
         OSError: it does not answer, or refuses.
         ValueError: something else answers.
     """
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    key = key or os.environ.get(API_KEY_VARIABLE, "")
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers)  # noqa: S310  what this user's own processes have written
     # Proxies that the environment names are for other hosts.

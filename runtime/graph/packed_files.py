@@ -242,6 +242,11 @@ def should_prepack(bundle: Bundle) -> bool:
     return bundle.manifest is not None and bundle.weight_bytes >= _MIN_WEIGHT_BYTES
 
 
+def lacks_prepacked(bundle: Bundle) -> bool:
+    """Whether the next load of a model on the CPU writes its prepacked copy, which takes longer."""
+    return should_prepack(bundle) and not _folder_of(bundle).is_dir()
+
+
 def prepacked_draft_graph(draft: Path, target: Path) -> Path:
     """The graph to load for a draft that uses the target's own weights.
 
