@@ -70,7 +70,7 @@ NIGHTLY: Final = (
     "--draft SMALL_CHECKPOINT",
 )
 """Ends of commands that take long; tests of the command line and of the export run them every day, with less text."""
-ONE_SHOT: Final = ("export", "pull", "models", "inspect", "tune", "bench", "verify", "devices")
+ONE_SHOT: Final = ("export", "pull", "models", "inspect", "tune", "bench", "verify", "devices", "doctor", "ps")
 
 
 def is_run(command: str) -> bool:

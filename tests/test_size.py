@@ -10,9 +10,9 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (13_600, 110, 247),
+    "edge": (13_819, 113, 247),
     "export": (15_380, 130, 178),
-    "runtime": (18_955, 170, 279),
+    "runtime": (18_957, 170, 279),
     "models": (2_930, 27, 34),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""

@@ -65,7 +65,7 @@ def doctor(
         "free_memory_bytes": memory.available,
         "devices": [str(device) for device in found],
     }
-    facts = {"machine": machine, "kept": _kept(), "advice": [*missing_lines(found), *_advice()]}
+    facts: dict[str, Any] = {"machine": machine, "kept": _kept(), "advice": [*missing_lines(found), *_advice()]}
     if as_json:
         write_json(facts)
         return

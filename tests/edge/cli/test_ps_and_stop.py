@@ -70,7 +70,8 @@ def test_a_model_in_use_is_unloaded_after_its_answer(long_bundle: Path, capsys: 
         assert output_of(capsys, "stop").startswith(f"{long_bundle.name} is unloaded once ")
         answer = b""
         while b"[DONE]" not in answer:
-            assert (piece := running.recv(65536))
+            piece = running.recv(65536)
+            assert piece
             answer += piece
         wait_until(lambda: output_of(capsys, "ps") == "no model is in memory\n", "the model is unloaded")
 
