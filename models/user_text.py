@@ -32,15 +32,16 @@ _CONTROLS: Final = dict.fromkeys(
 _LINE_ENDS: Final = dict.fromkeys(map(ord, "\n\t"), _REPLACEMENT)
 
 
-def read_text(path: Path, hint: str = "give a file with at least one prompt") -> str:
+def read_text(path: Path, hint: str = "give a file with at least one prompt", *, blank: bool = False) -> str:
     """Read a UTF-8 text file, or a shell's process substitution; see `decode_text`.
 
     Args:
         path: path of the file.
         hint: what to do about a file that is blank.
+        blank: whether the file may be blank.
 
     Raises:
-        InputError: the file cannot be read, is not UTF-8, or is blank.
+        InputError: the file cannot be read, is not UTF-8, or is blank where it may not be.
     """
     try:
         data = read_regular_or_substitution(path.expanduser(), MAX_TEXT_BYTES)
@@ -50,7 +51,7 @@ def read_text(path: Path, hint: str = "give a file with at least one prompt") ->
     except ValueError as error:
         raise InputError(f"{str(path)!r} is not a path: {error}", "check the path") from error
     text = decode_text(data, str(path))
-    if not text.strip():
+    if not blank and not text.strip():
         raise InputError(f"{path} is empty", hint)
     return text
 

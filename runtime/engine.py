@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, Unpack
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,13 @@ from .generation import CachedSequence
 from .graph.shared_passes import NO_PASSES, PassTotals
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
+from .overflow import Overflow, answer_reserve
 from .prefill import never
 from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream, read_async
 from .speculation.choice import Speculation
 from .text.chat_template import Message
+from .text.infill import SUGGESTION_TOKENS, InfillTokens
 from .text.messages import ChatPrompt, template_messages
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
@@ -83,6 +86,8 @@ class Engine:
         self.new_sequence: Final = model.new_sequence
         self.with_float_cache: Final = model.with_float_cache
         self.replay: Final = model.replay
+        self._documents: Final[WeakValueDictionary[str, AnswerStream]] = WeakValueDictionary()
+        """The latest completion of each document."""
 
     @lists_options(GenerateOptions)
     def generate(
@@ -114,7 +119,43 @@ class Engine:
         """Answer `prompt` piece by piece; arguments and errors as for `generate`, raised before the first piece."""
         chosen = (options or GenerateOptions()).changed(changes)
         chat = None if chosen.raw else self.chat_prompt(prompt, chosen)
-        return self.model.answer(None, self._raw_ids(prompt, chosen) if chat is None else chat.ids, chosen, chat)
+        prompt_ids = self._raw_ids(prompt, chosen) if chat is None else chat.ids
+        stream = self.model.answer(None, prompt_ids, chosen, chat)
+        if chosen.suffix is not None and chosen.document is not None:
+            if (older := self._documents.get(chosen.document)) is not None:
+                older.cancel()
+            self._documents[chosen.document] = stream
+        return stream
+
+    @lists_options(GenerateOptions)
+    def complete(
+        self,
+        prefix: str,
+        suffix: str = "",
+        /,
+        k: int = 1,
+        options: GenerateOptions | None = None,
+        **changes: Unpack[GenerateKeywords],
+    ) -> Reply:
+        """Fill the gap between two texts, with the model's tokens for filling in the middle.
+
+        Args:
+            prefix: the text before the gap.
+            suffix: the text after it.
+            k: number of suggestions. They begin with the k likeliest tokens, and share forward passes.
+            options: options of the suggestions, which have at most `SUGGESTION_TOKENS` tokens by default.
+            changes: options by name, such as `extra`, `document` and `least_confidence`.
+
+        Returns:
+            The suggestions as the `choices` of the reply.
+
+        Raises:
+            ContextError: the context has no room for the gap's surroundings.
+            InputError: the model has no tokens for it, or an option is out of range or unknown.
+        """
+        chosen = GenerateOptions(max_tokens=SUGGESTION_TOKENS) if options is None else options
+        filling = chosen.changed({"suffix": suffix, "n": k, "branch": k > 1})
+        return Reply.of(self.stream(prefix, filling, **changes))
 
     def answer(
         self, prompt: ChatPrompt | Sequence[int], options: GenerateOptions, sequence: CachedSequence | None = None
@@ -259,7 +300,18 @@ class Engine:
             raise InputError("raw continues a text, but the prompt is messages", "leave raw out, or give a text")
         if options.system is not None:
             raise InputError("a raw prompt has no system message", "write it into the prompt, or leave raw out")
-        return self.tokenizer.encode(prompt, add_special_tokens=True)
+        if options.suffix is None:
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        start = self.model.answer_start(options)
+        taken = answer_reserve(self.context, options.max_tokens) + (0 if start is None else len(start.token_ids))
+        return InfillTokens.of(self.tokenizer).prompt_ids(
+            prompt,
+            options.suffix,
+            options.extra,
+            document=options.document or "",
+            suffix_first=options.suffix_first,
+            room=None if options.overflow == Overflow.ERROR else self.context - taken,
+        )
 
     def chat_prompt(self, prompt: Prompt, options: GenerateOptions) -> ChatPrompt:
         """The conversation of a prompt that is not raw, and its token ids; errors as for `generate`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,13 +21,14 @@ from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
 from .sampling.logprobs import LogSoftmax
-from .sampling.sampler import Sampler, SamplingParams
+from .sampling.sampler import BranchingSampler, Sampler, SamplingParams
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
 from .text.detokenizer import StopMatcher, StreamDecoder
+from .text.infill import InfillTokens
 from .text.token_logprobs import AnswerTokens
 from .text.tokenizer import TextTokenizer
 
@@ -119,6 +121,9 @@ class Generation:
         """Number of tokens of the sequence that are not the answer's."""
         self._answer_ids: list[int] = list(self._start_ids)
         """The tokens of the answer, also those that a window has left out."""
+        least = request.options.least_confidence
+        self._least_mean = math.log(least) if least else -math.inf
+        """Mean log-probability of its tokens below which the answer ends."""
         self._measured_before = drafters.measuring.seconds
         self._kept = 0
         """Number of tokens of the prompt whose slots were in the cache."""
@@ -183,13 +188,18 @@ class Generation:
         yield last if parser is None else last.with_parts(parser.push(remainder), parser.finish())
 
     def _text_of(self, step: Step, decoder: StreamDecoder, matcher: StopMatcher, tokens: AnswerTokens | None) -> str:
-        """The text that a step adds; tokens after a stop sequence do not belong to the answer, nor count."""
+        """The text that a step adds; tokens after the end of the answer's text do not belong to it, nor count."""
         produced, text = step.produced, ""
+        totals = self._recorder.logprob_totals
         for count, token in enumerate(step.tokens, 1):
-            decoded = decoder.push((token,))
-            text += matcher.push(decoded)
-            if tokens is not None:
-                tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
+            totals = totals.plus(each.logprob for each in step.logprobs[count - 1 : count])
+            if totals.tokens and totals.mean < self._least_mean:
+                matcher.end()
+            else:
+                decoded = decoder.push((token,))
+                text += matcher.push(decoded)
+                if tokens is not None:
+                    tokens.add(step.logprobs[count - 1], decoded, step.origins[count - 1])
             if matcher.stopped:
                 produced = count
                 break
@@ -252,6 +262,8 @@ class Generation:
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
         token_sampler: TokenSampler = sampler
         eos = frozenset[int]() if request.options.ignore_eos else self._tokenizer.eos
+        if eos and request.options.suffix is not None:
+            eos |= InfillTokens.of(self._tokenizer).ends
         if request.recording is not None:
             token_sampler = ReplaySampler(request.recording.answer, len(token_ids), sampler)
             eos = frozenset()  # a recording may hold any token, and ends where it ends
@@ -276,11 +288,13 @@ class Generation:
         if self._constraint is not None:
             self._constraint.end()
         request = self._request
-        if request.grammar is None:
-            return Sampler(sampling, vocab_size)
         earlier = self._answer_ids[: len(self._answer_ids) - answer_length]
-        self._constraint = request.grammar.start(earlier)
-        if request.futures is None:
+        if request.grammar is not None:
+            self._constraint = request.grammar.start(earlier)
+        if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
+            first = len(self._sequence.token_ids)
+            return BranchingSampler(sampling, vocab_size, self._constraint, position=first, rank=request.rank)
+        if self._constraint is None or request.futures is None:
             return Sampler(sampling, vocab_size, self._constraint)
         from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it
 
@@ -319,7 +333,7 @@ class Generation:
 def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:
     """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
     sampling = request.sampling
-    if sampling.adjusts or request.needs_logprobs or request.grammar is not None:
+    if sampling.adjusts or request.needs_logprobs or request.grammar is not None or request.rank is not None:
         return True
     # Near ties are found by the difference of the best two.
     needed = (1 + request.options.exact) if sampling.greedy else sampling.top_k

@@ -66,6 +66,14 @@ class GenerateOptions(OptionRecord):
     presence_penalty: float = same_option(SamplingParams, "presence_penalty", 0.0)
     frequency_penalty: float = same_option(SamplingParams, "frequency_penalty", 0.0)
     logit_bias: Mapping[int, float] | None = same_option(SamplingParams, "logit_bias", None)
+    least_confidence: float = option(
+        0.0,
+        "End the answer before the token with which the geometric mean of its tokens' probabilities falls below this; "
+        "0 for never.",
+        accepts=lambda mean: 0 <= mean < 1,
+        range="at least 0 and below 1",
+        metavar="P",
+    )
     ignore_eos: bool = option(
         False, "Go on after end-of-sequence tokens, up to the maximum of tokens or the end of the context."
     )
@@ -101,7 +109,33 @@ class GenerateOptions(OptionRecord):
         range=f"between {LEAST_CONFIDENCE} and 1",
         metavar="P",
     )
+    branch: bool = option(
+        False,
+        "Let the first of several answers begin with the likeliest token, the second with the next one, and so on; "
+        "they go on as usual, so they differ without sampling too.",
+    )
     seed: int | None = same_option(SamplingParams, "seed", None)
+    suffix: str | None = option(
+        None,
+        "The text behind a gap, which the answer fills: the prompt is the text before it, without a chat template. "
+        "The model must have tokens for filling in the middle.",
+        metavar="TEXT",
+    )
+    suffix_first: bool | None = option(
+        None,
+        "Put the suffix before the prefix in the prompt, so that prompts of a text that grows before the gap have most "
+        "of it in common.",
+        unset="the order of the model's template",
+    )
+    extra: Sequence[Mapping[str, str]] = option(
+        (),
+        'Other files for filling in the middle, the most important one last: `{"filename": ..., "text": ...}`.',
+    )
+    document: str | None = option(
+        None,
+        "Name of the file with the gap. A newer request with a suffix for the same document ends the older one.",
+        metavar="NAME",
+    )
     raw: bool = option(False, "Continue the prompt as it is, without the chat template.")
     system: str | None = option(None, "System message.", metavar="TEXT")
     answer_start: str | Sequence[int] = option(
@@ -180,6 +214,10 @@ class GenerateOptions(OptionRecord):
         if taken := [name for name in self.template_variables or {} if name in _OWN_VARIABLES]:
             raise InputError(f"template_variables has {taken[0]!r}", "give that with the prompt or as an option")
         check_tool_choice(self.tool_choice)
+        if self.suffix is not None:
+            object.__setattr__(self, "raw", True)
+        if any("text" not in each for each in self.extra):
+            raise InputError("extra has a file without text", 'give {"filename": ..., "text": ...}')
         documents = (self.template_variables or {}).get("documents")
         is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
         if documents is not None and not (is_list and all(isinstance(each, Mapping) for each in documents)):
@@ -203,10 +241,11 @@ class GenerateOptions(OptionRecord):
         if self.response_format is None:
             raise InputError("grammar_aligned is given without response_format", "give the format of the answer")
         filters = [name for name in _FILTERS if getattr(self, name) not in (None, 0, 1.0 if name == "top_p" else 0)]
-        if filters or self.exact or self.draft_sampling is not DraftSampling.OFF:
-            other = [*filters, *(["exact"] if self.exact else []), "draft_sampling"][0]
+        drafts = self.draft_sampling is not DraftSampling.OFF
+        given = {"exact": self.exact, "branch": self.branch, "draft_sampling": drafts}
+        if others := filters + [name for name, is_given in given.items() if is_given]:
             raise InputError(
-                f"grammar_aligned and {other} are both given",
+                f"grammar_aligned and {others[0]} are both given",
                 "aligned answers have the model's whole distribution: leave one of them out",
             )
 
@@ -279,13 +318,16 @@ class Request:
     """What the answer has to follow; None for free text."""
     futures: ExpectedFutures | None = None
     """What the earlier samples of an aligned answer have shown; None if it is not aligned with them."""
+    rank: int | None = None
+    """Which of the likeliest tokens the answer begins with, counted from 0; None for the one that is chosen."""
     reading: AnswerReading | None = None
     """How reasoning and calls are found in the answer; None where it is text alone."""
 
     @property
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of the answer's tokens are computed."""
-        return self.options.ranked or self.options.logprobs is not None
+        options = self.options
+        return options.ranked or options.logprobs is not None or options.least_confidence > 0
 
     def kept_tokens(self, token_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of the answered sequence whose slots are to be kept on disk."""

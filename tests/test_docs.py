@@ -96,7 +96,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "export", "bench", "tune", "verify", "pull", "models", "rpc", "serve", "train-draft"]
+    "command", ["run", "complete", "export", "bench", "tune", "verify", "pull", "models", "rpc", "serve", "train-draft"]
 )
 def test_the_user_guide_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     main([command, "--help"])

@@ -25,6 +25,7 @@ from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
 from support.gguf_files import write_gguf
 from support.hub_server import HubServer, files_of, own_hub
+from support.infill_models import write_suggesting_bundle
 from support.layouts import LAYOUTS, write_layout
 from support.processes import EDGE_RUN, started_until
 from support.rpc_client import rpc
@@ -70,7 +71,10 @@ NIGHTLY: Final = (
     "--draft SMALL_CHECKPOINT",
 )
 """Ends of commands that take long; tests of the command line and of the export run them every day, with less text."""
-ONE_SHOT: Final = ("export", "pull", "models", "inspect", "tune", "bench", "verify", "devices", "doctor", "ps")
+ONE_SHOT: Final = (
+    *("complete", "export", "pull", "models", "inspect", "tune", "bench", "verify", "devices", "doctor"),
+    "ps",
+)
 
 
 def is_run(command: str) -> bool:
@@ -119,7 +123,10 @@ def write_files(folder: Path) -> None:
     graph = write_layout(folder / "my-models", LAYOUTS["community"]) / "onnx" / "model.onnx"
     shutil.copy(graph, graph.with_stem("model_int8"))
     graph.rename(graph.with_stem("model_q4"))
+    write_suggesting_bundle(scratch / "coder").rename(folder / "my-coder")
     shutil.rmtree(scratch)
+    for name, text in {"before.py": "def add(a, b):\n", "after.py": "\n", "other.py": "X = 1\n"}.items():
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "report.txt").write_text("The report says that all is well. " * 20, encoding="utf-8")
     (folder / "instructions.txt").write_text("Answer in one line.", encoding="utf-8")
     texts = [
@@ -202,7 +209,7 @@ def answers_on_a_terminal(arguments: list[str]) -> None:
 
 def run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     program, *arguments = shlex.split(command)
-    if "|" in command or "$(" in command:
+    if any(sign in command for sign in ("|", "$(", " < ")):
         done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, timeout=PATIENCE_S)
         assert done.stdout.strip()
         return

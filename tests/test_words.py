@@ -37,7 +37,7 @@ EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-h
 """This list itself, and what models are trained on or read."""
 COMMANDS = (
     *("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models", "rpc", "serve", "app"),
-    *("train-draft", "ps", "stop", "doctor"),
+    *("complete", "train-draft", "ps", "stop", "doctor"),
 )
 
 

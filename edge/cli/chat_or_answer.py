@@ -26,6 +26,7 @@ _ANSWER: Final = OptionsOf(
     without=(
         *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
         *("template_variables", "overflow", "keep_prefix", "response_format"),
+        *("suffix", "suffix_first", "extra", "document"),
     ),
 )
 _LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))

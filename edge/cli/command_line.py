@@ -24,6 +24,7 @@ from .ctrl_c import INTERRUPTED, CommandInterrupts
 COMMANDS: Final = {
     "app": "Chat with models in the browser.",
     "run": "Chat with a model, or answer one prompt (the default).",
+    "complete": "Fill the gap between two texts, as editors do.",
     "export": "Export a model to a folder that edge-run runs.",
     "train-draft": "Train a draft for a model, on the model's own answers.",
     "inspect": "Show what a model is made of.",

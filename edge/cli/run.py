@@ -79,8 +79,8 @@ def answer_prompt(
     Raises:
         EdgeError: the model cannot be loaded, or the prompt cannot be answered.
     """
-    text = unify_line_ends(_read_standard_input() if chosen.prompt is None else chosen.prompt)
-    if not text:
+    text = read_standard_input().removesuffix("\n") if chosen.prompt is None else unify_line_ends(chosen.prompt)
+    if not text and options.suffix is None:
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
     started = time.perf_counter()
     progress = ProgressDisplay(transient=True)
@@ -124,10 +124,15 @@ def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: 
         write_error(best_of_line(reply.stats.best_of))
 
 
-def _read_standard_input() -> str:
+def read_standard_input() -> str:
+    """The text on standard input.
+
+    Raises:
+        InputError: there is too much of it, or it is not UTF-8.
+    """
     if sys.stdin is None:
         return ""
     data = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
     if len(data) > _MAX_PROMPT_BYTES:
         raise InputError(f"standard input has more than {_MAX_PROMPT_BYTES} bytes", "give a shorter prompt")
-    return decode_text(data, "standard input").removesuffix("\n")
+    return decode_text(data, "standard input")

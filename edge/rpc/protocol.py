@@ -15,7 +15,15 @@ from msgspec import UNSET, Meta, UnsetType
 from ..service.body_decoder import decode_body
 from ..service.generation_fields import PositiveInt, SamplingFields
 from ..service.model_pool import ModelState
-from ..service.text_bodies import ChatBody, DetokenizeBody, TokenizeBody, TokenizeRequest, parse_chat
+from ..service.text_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeRequest,
+    parse_chat,
+    parse_completion,
+)
 
 PROTOCOL_VERSION: Final = 1
 
@@ -235,6 +243,10 @@ class ChatCompletion(Result):
     usage: dict[str, Any]
 
 
+class Completion(ChatCompletion):
+    """OpenAI's text completion object."""
+
+
 class TokenizeResult(Result):
     """Token ids."""
 
@@ -312,7 +324,7 @@ class GenerateUpdate(Result):
     """A piece of an answer."""
 
     request_id: RequestId
-    chunk: Annotated[dict[str, Any], Meta(description="OpenAI's chat completion chunk object.")]
+    chunk: Annotated[dict[str, Any], Meta(description="OpenAI's chat completion chunk, or text completion.")]
 
 
 class SessionUpdate(Result):
@@ -337,13 +349,18 @@ METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] 
     "session/restore": (RestoreParams, SessionInfo),
     "session/close": (SessionIdParams, Done),
     "generate": (ChatBody, ChatCompletion),
+    "complete": (CompletionBody, Completion),
     "tokenize": (TokenizeBody, TokenizeResult),
     "detokenize": (DetokenizeBody, DetokenizeResult),
     "status": (NoParams, Status),
     "shutdown": (NoParams, Done),
 }
 """Parameters and results of the requests of the client."""
-_PARSERS: Final[Mapping[str, Callable[[bytes], Any]]] = {"generate": parse_chat, "tokenize": TokenizeRequest.parse}
+_PARSERS: Final[Mapping[str, Callable[[bytes], Any]]] = {
+    "generate": parse_chat,
+    "complete": parse_completion,
+    "tokenize": TokenizeRequest.parse,
+}
 """What makes requests of the parameters of methods, beyond decoding them."""
 CLIENT_NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "$/cancelRequest": CancelParams,

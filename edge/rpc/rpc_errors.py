@@ -49,6 +49,7 @@ NUMBERS: Final[dict[StrEnum, int]] = {
     ErrorCode.TOO_LARGE: -32009,
     ProtocolCode.SESSION_NOT_FOUND: -32010,
     ProtocolCode.FILE: -32011,
+    ErrorCode.SUPERSEDED: -32012,
 }
 """JSON-RPC's number by code; docs/rpc.md lists them, and they do not change."""
 

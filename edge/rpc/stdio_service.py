@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import psutil
@@ -12,6 +13,7 @@ from msgspec import UNSET
 
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
+from ...runtime.decode import FinishReason
 from ...runtime.devices.processor import Power, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
@@ -19,7 +21,7 @@ from ...runtime.scheduling.request_run import Run
 from ...version import __version__
 from ..service.generation_fields import GenerationRequest, check_token_ids
 from ..service.model_pool import ModelPool, ModelState
-from ..service.openai_objects import ChatCompletionObjects
+from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest
 from . import protocol
 from .connection import MAX_REQUESTS, Call, Connection, Handler
@@ -47,7 +49,8 @@ class ModelMethods:
             "models/pull": self._pull,
             "models/load": self._load,
             "models/unload": self._unload,
-            "generate": self._generate,
+            "generate": partial(self._generate, ChatCompletionObjects),
+            "complete": partial(self._generate, CompletionObjects),
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }
@@ -92,19 +95,23 @@ class ModelMethods:
     def _unload(self, _call: Call, params: protocol.ModelParams) -> protocol.UnloadResult:
         return protocol.UnloadResult(unloaded=self._pool.unload(params.model))
 
-    def _generate(self, call: Call, request: GenerationRequest) -> Mapping[str, Any]:
+    def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> Mapping[str, Any]:
         model = self._pool.offered.find(request.model).id
-        objects = ChatCompletionObjects(request, model)
+        objects, replies = kind(request, model), []
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
             request.check(engine)
-            chunks = []
-            with call.cancellation.reading(request.begin(engine)) as stream:
-                for chunk in stream:
-                    chunks.append(chunk)
-                    for object_ in objects.chunk(chunk) if request.stream else ():
-                        call.notify("generate/update", protocol.GenerateUpdate(request_id=call.id, chunk=object_))
-            call.cancellation.check()
-        return objects.whole(Reply.of(chunks))
+            for index in range(len(request.prompts)):
+                chunks = []
+                with call.cancellation.reading(request.begin(engine, index)) as stream:
+                    for chunk in stream:
+                        chunks.append(chunk)
+                        for object_ in objects.chunk(chunk, index) if request.stream else ():
+                            call.notify("generate/update", protocol.GenerateUpdate(request_id=call.id, chunk=object_))
+                call.cancellation.check()
+                replies.append(reply := Reply.of(chunks))
+                if reply.finish_reason is FinishReason.CANCELLED:
+                    raise request.cancelled()
+        return objects.whole(*replies)
 
     def _tokenize(self, call: Call, request: TokenizeRequest) -> protocol.TokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:

@@ -305,7 +305,7 @@ def _generate(
                         waited_s = None if chunk.index else stream.waited_s
                         metrics.count_answer(model, chunk.finish_reason.value, chunk.stats, waited_s)
                     if chunk.finish_reason is FinishReason.CANCELLED:
-                        raise CancelledError("the answer was cancelled")
+                        raise request.cancelled()
                     if request.stream:
                         yield b"".join(map(protocol.encode, objects.chunk(chunk, index)))
                     else:

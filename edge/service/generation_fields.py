@@ -11,14 +11,15 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from ...errors import InputError
+from ...errors import CancelledError, EdgeError, InputError
+from ...models.json_file import shown
 from ...runtime.arguments.argument_types import options_of
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
 from .body_decoder import StrictStruct, about
 from .message_fields import FormatFields, response_format
-from .request_error import invalid, unsupported
+from .request_error import ErrorCode, RequestError, invalid, unsupported
 
 _UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
@@ -88,6 +89,7 @@ class SamplingFields(FormatFields, kw_only=True):
     min_p: Annotated[float | None, option_meta("min_p", extension=True)] = None
     repeat_penalty: Annotated[float | None, option_meta("repeat_penalty", extension=True)] = None
     ignore_eos: Annotated[bool | None, option_meta("ignore_eos", extension=True)] = None
+    least_confidence: Annotated[float | None, option_meta("least_confidence", extension=True)] = None
     overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     repetition_penalty: Annotated[
@@ -174,6 +176,13 @@ class GenerationRequest:
         if isinstance(prompt, tuple):
             return engine.answer(prompt, self.options)
         return engine.stream(prompt, self.options)
+
+    def cancelled(self) -> EdgeError:
+        """The error of an answer that was cancelled, and not by its client."""
+        if self.options.document is None:
+            return CancelledError("the answer was cancelled")
+        what = f"a newer request for the document {shown(self.options.document)} has come"
+        return RequestError(what, "wait for the answer to that one", code=ErrorCode.SUPERSEDED, param="document")
 
     def check(self, engine: Engine) -> None:
         """Check that a model is what the request asks for.

@@ -40,6 +40,8 @@ class ErrorCode(StrEnum):
     """The model's chat template refuses the messages."""
     BUSY = "busy"
     """The queue is full; the request may be sent again."""
+    SUPERSEDED = "superseded"
+    """A newer request for the same document has come."""
     MODEL = "model_error"
     """The model's files are missing or damaged, it cannot be fetched, or no device can run it."""
     INTERNAL = "server_error"

@@ -28,6 +28,7 @@ from .generation_fields import (
     check_option,
     check_token_ids,
     generation_request,
+    option_meta,
     same,
     template_variables,
     wanted_logprobs,
@@ -171,6 +172,18 @@ def _continued(fields: ChatBody, messages: list[Message]) -> tuple[list[Message]
     return others, last["content"]
 
 
+class OtherFile(StrictStruct):
+    """Another file of a project."""
+
+    text: str
+    filename: str | None = None
+
+
+def file_options(given: Sequence[OtherFile] | None) -> dict[str, Any]:
+    """The option `extra`."""
+    return {"extra": [{"filename": each.filename or "", "text": each.text} for each in given or ()]}
+
+
 class CompletionBody(RequestFields, kw_only=True):
     """Body of a text completion."""
 
@@ -190,15 +203,27 @@ class CompletionBody(RequestFields, kw_only=True):
     ] = None
     stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
     echo: Annotated[bool | None, about("Answers do not repeat the prompt.", False)] = None
-    suffix: Annotated[None, about("Not supported: text is only generated after a prompt.")] = None
+    suffix: Annotated[
+        str | None,
+        about(
+            "The text after a gap, which a model with tokens for it fills; the prompt is the text before. Of several "
+            "answers each begins with another token, the likeliest first."
+        ),
+    ] = None
+    suffix_first: Annotated[bool | None, option_meta("suffix_first", extension=True)] = None
+    extra: Annotated[list[OtherFile] | None, option_meta("extra", extension=True)] = None
+    document: Annotated[str | None, option_meta("document", extension=True)] = None
 
 
 def parse_completion(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
     """Decode the body of text completions; arguments and errors as for `parse_chat`."""
     fields = decode_body(body, CompletionBody)
     max_tokens = _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
-    others = {"max_tokens": max_tokens, "logprobs": fields.logprobs, "raw": True}
-    return generation_request(fields, texts_or_ids("prompt", fields.prompt), others, fields.stream_options)
+    others = {"max_tokens": max_tokens, "logprobs": fields.logprobs, "raw": True, "branch": fields.suffix is not None}
+    prompts = ("",) if fields.prompt == "" and fields.suffix is not None else texts_or_ids("prompt", fields.prompt)
+    if fields.suffix is not None and not isinstance(prompts[0], str):
+        raise invalid("suffix", "suffix is given with token ids", "give the prompt as text, or leave suffix out")
+    return generation_request(fields, prompts, others | file_options(fields.extra), fields.stream_options)
 
 
 class EmbeddingBody(StrictStruct):

@@ -257,7 +257,7 @@ def documented(record: type[_Record]) -> type[_Record]:
 def lists_options(record: type[Any]) -> Callable[[_Function], _Function]:
     """Decorate a function so that its signature, which editors and `help` show, has the record's options by name.
 
-    They take the place of the parameter that `**` collects.
+    They take the place of the parameter that `**` collects; a parameter of its own stands for the option of its name.
     """
     options = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -267,7 +267,8 @@ def lists_options(record: type[Any]) -> Callable[[_Function], _Function]:
     def decorated(function: _Function) -> _Function:
         signature = inspect.signature(function)
         others = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        added = [each for each in options if each.name not in signature.parameters]
+        function.__signature__ = signature.replace(parameters=[*others, *added])  # type: ignore[attr-defined]
         return function
 
     return decorated

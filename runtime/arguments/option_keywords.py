@@ -46,12 +46,18 @@ class GenerateKeywords(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
+    least_confidence: float
     ignore_eos: bool
     logprobs: int | None
     n: int
     best_of: int | None
     early_stop: float
+    branch: bool
     seed: int | None
+    suffix: str | None
+    suffix_first: bool | None
+    extra: Sequence[Mapping[str, str]]
+    document: str | None
     raw: bool
     system: str | None
     answer_start: str | Sequence[int]

@@ -324,6 +324,38 @@ class Sampler:
         return np.flatnonzero(compare(values, bound, out=self._mask[: values.size]))
 
 
+class BranchingSampler(Sampler):
+    """A `Sampler` that takes the token of a rank at one position, whatever it chooses elsewhere.
+
+    Args:
+        params: how other tokens are chosen.
+        vocab_size: number of logits.
+        constraint: which tokens may come.
+        position: index of the token in the text.
+        rank: 0 for the likeliest token; where fewer tokens may come, the least likely one is taken.
+    """
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, constraint: TokenConstraint | None, *, position: int, rank: int
+    ) -> None:
+        super().__init__(params, vocab_size, constraint)
+        self._position: Final = position
+        self._rank: Final = rank
+
+    def choose(self, logits: Logits, position: int) -> int:
+        """Choose a token; of equal logits, the lowest id has the lower rank."""
+        if position != self._position:
+            return super().choose(logits, position)
+        scores, mask = self._adjusted(logits), self._mask_here()
+        if mask is not None:
+            scores = mask.apply(scores, self._masked)
+        _require_finite(float(scores.max()))
+        ids = largest_indices(scores, self._rank + 1, self._mask)
+        ids = ids[scores[ids] > -math.inf]
+        ranked = ids[np.argsort(-scores[ids], kind="stable")]
+        return int(ranked[min(self._rank, ranked.size - 1)])
+
+
 def largest_indices(values: npt.NDArray[np.floating], k: int, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     """Ascending indices of the `k` largest values, and of values equal to the smallest of them.
 

@@ -195,7 +195,7 @@ class PromptAnswers:
         request, sequence = self._request, self._sequence
         options = request.options
         with sequence.lent_to_prefixes(request):
-            if request.sampling.greedy:
+            if request.sampling.greedy and not options.branch:
                 one = self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket))
                 yield from repeated(one, options.n)
             elif options.ranked:
@@ -217,7 +217,8 @@ class PromptAnswers:
     def start(self, index: int, taker: TurnTaker) -> Chunks:
         """Generate the answer of an index."""
         request = self._request
-        seeded = replace(request, sampling=replace(request.sampling, seed=self.seeds[index]))
+        rank = index if request.options.branch else None
+        seeded = replace(request, sampling=replace(request.sampling, seed=self.seeds[index]), rank=rank)
         sequence, prompt = self._sequence, self._prompt
         if index and prompt is not None:
             sequence = self._model.forked(prompt, prompt.arena.length)

@@ -129,6 +129,10 @@ class StopMatcher:
         self._held = self._end_to_hold(text)
         return self._returned(text[: len(text) - len(self._held)])
 
+    def end(self) -> None:
+        """End the text here: all later text is dropped, and `flush` returns what is held back."""
+        self.stopped = True
+
     def stop(self) -> None:
         """End the text here: what is held back is dropped, and all later text."""
         self.stopped, self._held = True, ""

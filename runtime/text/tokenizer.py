@@ -150,9 +150,14 @@ class TextTokenizer:
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token or ""
 
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that the vocabulary writes as `text`; None if there is none."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
+
     def special_id(self, text: str) -> int | None:
         """Id of the special token that is written as `text`; None if there is none."""
-        token: int | None = self._tokenizer.token_to_id(text)
+        token = self.token_id(text)
         return token if token in self.special_ids else None
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from edgerun.edge.server.protocols import anthropic, ollama
+from edgerun.edge.server.protocols import anthropic, llamacpp, ollama
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
@@ -29,6 +29,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/messages": anthropic.MessagesBody,
+    "/infill": llamacpp.InfillBody,
     "/api/chat": ollama.OllamaChatBody,
     "/api/generate": ollama.OllamaTextBody,
     "Options of /api/chat and /api/generate": ollama.OllamaOptions,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from . import anthropic, ollama, openai
+from . import anthropic, llamacpp, ollama, openai
 
-PROTOCOLS: Final = (openai, anthropic, ollama)
+PROTOCOLS: Final = (openai, anthropic, ollama, llamacpp)
 """The modules of the APIs, whose `routes` makes the paths of one."""

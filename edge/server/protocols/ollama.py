@@ -122,7 +122,7 @@ class OllamaTextBody(_Body, kw_only=True):
     prompt: Annotated[str, about("What is answered; without it, the model is only loaded.")] = ""
     system: Annotated[str | None, about("The system message.")] = None
     raw: Annotated[bool, about("Whether the prompt is continued as it is, without the chat template.")] = False
-    suffix: Annotated[None, about("Not supported: use /v1/completions.")] = None
+    suffix: Annotated[str | None, about("The text after a gap, which a model with tokens for it fills.")] = None
     template: Annotated[None, about("Not supported: the model's own template is used.")] = None
     context: Annotated[None, about("Not supported: send a conversation to /api/chat.")] = None
 
@@ -130,7 +130,8 @@ class OllamaTextBody(_Body, kw_only=True):
     def parse(cls, body: bytes) -> GenerationRequest:
         """Decode a body; errors as for OpenAI's."""
         fields = decode_body(body, cls)
-        return fields.request([fields.prompt] if fields.prompt else [], raw=fields.raw, system=fields.system)
+        others = {"raw": fields.raw, "system": fields.system, "suffix": fields.suffix}
+        return fields.request([fields.prompt] if fields.prompt or fields.suffix else [], **others)
 
 
 class ChatLines(GenerationObjects):

@@ -139,7 +139,7 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt
     for arguments in (["whoami"], ["signin", "mistral"], ["cp", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
         word = arguments[arguments[0] == "run"]
         said = fails(capsys, *arguments)
-        assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, export, ")
+        assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, complete, export, ")
         assert said.endswith(", rpc")
     assert fails(capsys, "create", "mistral").endswith("nor a model; did you mean edge-run export?")
     assert fails(capsys, "shel-helper").endswith("; did you mean edge-run shell-helper?")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+import edgerun
 from support.commands import Capture, Patch, fails
 from support.hub_server import HubServer, files_of, own_hub
+from support.infill_models import write_infill_bundle
 from support.rpc_client import RpcClient, rpc
 
 
@@ -104,3 +107,29 @@ def test_wrong_options_are_one_line(capsys: Capture, monkeypatch: Patch, argumen
     if not arguments:
         monkeypatch.setattr("sys.stdin", None)
     assert message in fails(capsys, "rpc", *arguments)
+
+
+def test_completions_fill_gaps(tmp_path: Path) -> None:
+    bundle = write_infill_bundle(tmp_path, max_position_embeddings=30_000)
+    with edgerun.load(bundle, threads=1, cache=False) as engine:
+        expected = [choice.text for choice in engine.complete("the sea ", " and", 2, max_tokens=8).choices]
+    body = {"prompt": "the sea ", "suffix": " and", "n": 2, "max_tokens": 8, "temperature": 0}
+    with rpc(str(bundle)) as client:
+        whole = client.call("complete", body)
+        request = client.send("complete", body | {"prompt": ["the sea ", "then"], "stream": True})
+        both = client.result(request)
+        refused = client.refused("complete", body | {"prompt": [1, 2]})
+        older = client.send("complete", body | {"document": "a", "max_tokens": -1, "ignore_eos": True, "stream": True})
+        client.until_update(older)
+        assert client.call("complete", body | {"document": "a"})["choices"] == whole["choices"]
+        assert client.failed(older).code == "superseded"
+        assert client.end() == (0, "")
+    assert refused.param == "suffix"
+    assert whole["object"] == "text_completion"
+    assert [choice["text"] for choice in whole["choices"]] == expected
+    assert [choice["text"] for choice in both["choices"][:2]] == expected
+    assert len(both["choices"]) == 4
+    updates = [each["params"] for each in client.messages if each.get("method") == "generate/update"]
+    pieces = [each["chunk"]["choices"] for each in updates if each["request_id"] == request]
+    texts = ["".join(piece["text"] for piece in chain(*pieces) if piece["index"] == index) for index in range(4)]
+    assert texts == [choice["text"] for choice in both["choices"]]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from edgerun.edge.server.protocols import anthropic, ollama
+from edgerun.edge.server.protocols import anthropic, llamacpp, ollama
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.nightly import examples
@@ -149,6 +149,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/api/embed": (ollama.OllamaEmbedBody, {"model": "bundle", "input": "a"}),
     "/api/chat": (ollama.OllamaChatBody, {"model": "bundle", "messages": [], "options": {"num_predict": 2}}),
     "/api/generate": (ollama.OllamaTextBody, {"model": "bundle", "prompt": "a", "options": {"num_predict": 2}}),
+    "/infill": (llamacpp.InfillBody, {"input_prefix": "a", "input_suffix": "b", "n_predict": 2}),
 }
 """Bodies by their path, each with its required fields."""
 

@@ -132,7 +132,11 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a role": ("/api/chat", {"model": "", "messages": [{"role": "x", "content": ""}]}, "role is 'x'"),
     "a message": ("/api/chat", {"model": "", "messages": [3]}, "messages[0] is the integer 3; it must be an object"),
     "a format": ("/api/generate", {"model": "", "prompt": "a", "format": "xml"}, "format is 'xml'"),
-    "a suffix": ("/api/generate", {"model": "", "prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    "a suffix": (
+        "/api/generate",
+        {"model": "bundle", "prompt": "a", "suffix": "b"},
+        "no tokens for filling in the middle",
+    ),
     "an option": ("/api/generate", {"model": "", "prompt": "a", "options": {"mirostat": 2}}, "options.mirostat"),
     "a temperature": ("/api/generate", {"model": "", "prompt": "a", "options": {"temperature": -1}}, "temperature"),
     "a context": ("/api/generate", {"model": "bundle", "prompt": "a", "options": {"num_ctx": 10**6}}, "num_ctx is"),

@@ -188,7 +188,6 @@ def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
 
 UNSUPPORTED: list[tuple[Parse, dict[str, Any], str]] = [
     (parse_completion, {"prompt": "a", "echo": True}, "echo"),
-    (parse_completion, {"prompt": "a", "suffix": "x"}, "suffix"),
     *(
         (parse_response, {"input": "a", **fields}, param)
         for fields, param in (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgerun import EdgeError, InputError
-from edgerun.runtime.sampling.sampler import Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.sampling.sampler import BranchingSampler, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from support.nightly import examples
 
 
@@ -242,3 +242,21 @@ def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, size: 
     allowed = logits.copy()
     allowed[0] = -np.inf  # a token that the graph excludes
     assert Sampler(params, size).choose(allowed, 3) > 0
+
+
+@pytest.mark.parametrize("size", [5, 300, 5000])
+@pytest.mark.parametrize("bias", [(), ((3, 50.0),)])
+def test_a_branch_takes_the_token_of_its_rank(size: int, bias: tuple[tuple[int, float], ...]) -> None:
+    logits = np.random.default_rng(size).integers(-8, 8, size).astype(np.float32)
+    logits[:2] = -np.inf
+    params = SamplingParams(logit_bias=bias)
+    scores = logits.copy()
+    for token, added in bias:
+        scores[token] += added
+    order = sorted(range(2, size), key=lambda token: (-scores[token], token))
+    for rank in (0, 1, 2, 7, 70, size):
+        sampler = BranchingSampler(params, size, None, position=4, rank=rank)
+        assert sampler.choose(logits, 4) == order[min(rank, size - 3)]
+        assert sampler.choose(logits, 5) == order[0]
+    with pytest.raises(EdgeError, match="NaN"):
+        BranchingSampler(params, size, None, position=4, rank=1).choose(logits * np.float32(np.nan), 4)
