@@ -106,6 +106,26 @@ class EdgeRunLoop:
             thread.join()
         return time.perf_counter() - begin
 
+    def fill(self, prompt: list[int], answer: list[int], budget_s: float, *, replay: bool) -> dict[str, Any]:
+        """Complete a prompt by as many tokens as `answer` has, if that takes no longer than the budget; 0 for no limit.
+
+        Returns:
+            The seconds, the number of prompt tokens that were read, and whether the completion came to its end. With
+            `replay`, its tokens are those of `answer`.
+        """
+        options = edgerun.GenerateOptions(max_tokens=len(answer), temperature=0.0, ignore_eos=True)
+        started = time.perf_counter()
+        engine = self._engine
+        stream = engine.replay(None, prompt, answer, options) if replay else engine.answer(prompt, options)
+        timer = threading.Timer(budget_s, stream.cancel)
+        if budget_s:
+            timer.start()
+        reply = edgerun.Reply.of(stream)
+        seconds = time.perf_counter() - started
+        timer.cancel()
+        ended = reply.finish_reason is edgerun.FinishReason.LENGTH
+        return {"seconds": seconds, "read": len(prompt) - reply.stats.reused_tokens, "ended": ended}
+
     def choices(self, count: int, prompt: int, tokens: int, seed: int) -> float:
         """Seconds of that many sampled answers to one prompt."""
         options = edgerun.GenerateOptions(

@@ -38,6 +38,8 @@ class LlamaLoop:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab: Final = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self._cached = 0
+        self._tokens: list[int] = []
+        """The tokens of the cache of `fill`."""
         self._hybrid: Final = bool(llama_cpp.llama_model_is_hybrid(self._model))
         self._prompt_state: Any = None
         """What a hybrid model, whose states cannot be cut back, remembers after the prompt."""
@@ -102,6 +104,24 @@ class LlamaLoop:
             for row, (client, place, _) in enumerate(rows)
             if place == wanted
         }
+
+    def fill(self, prompt: list[int], answer: list[int], budget_s: float, *, replay: bool) -> dict[str, Any]:
+        """Complete a prompt as `EdgeRunLoop.fill` does; the cache keeps what it has in common with the last one."""
+        del replay  # without drafts, every token takes a pass, whichever it is
+        started = time.perf_counter()
+        common = next((n for n, pair in enumerate(zip(prompt, self._tokens, strict=False)) if pair[0] != pair[1]), None)
+        kept = min(len(prompt) - 1 if common is None else common, len(self._tokens), len(prompt) - 1)
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, kept, -1)
+        self._tokens = prompt[:kept]
+        pending, made = prompt[kept:], 0
+        while pending and not (budget_s and time.perf_counter() - started > budget_s):
+            part, pending = pending[: self._batch_tokens], pending[self._batch_tokens :]
+            self._forward(part)
+            self._tokens += part
+            if not pending:
+                made += 1
+                pending = [self._next_token()] if made < len(answer) else []
+        return {"seconds": time.perf_counter() - started, "read": len(prompt) - kept, "ended": made == len(answer)}
 
     def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
