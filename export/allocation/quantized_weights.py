@@ -124,16 +124,11 @@ class QuantizedLinearStore(ModelSource):
             return self._source.quantized(rows, weight_format)
         linear, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        packed, scales, offsets, points, factors = self.whole(linear, weight_format)
+        *arrays, factors = self.whole(linear, weight_format)
+        own: list[Any] = [None if each is None else each[part] for each in arrays]
         if factors is not None:
             factors = factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part])
-        return QuantizedRows(
-            packed[part],
-            scales[part],
-            None if offsets is None else offsets[part],
-            None if points is None else points[part],
-            factors,
-        )
+        return QuantizedRows(*own, factors)
 
     def _new_rows(self, rows: RowRange, weight_format: WeightFormat, target: Target | None) -> QuantizedRows:
         """Quantize rows of a matrix by the method of the format, or as the source does without statistics."""

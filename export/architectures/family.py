@@ -89,9 +89,8 @@ class Experts:
     """The feed-forward beside the experts; None for a family without one."""
     router: str = "gate"
     """Module name of the router."""
-    router_bias: bool = False
     bias: bool = False
-    """Whether the projections of the experts have biases."""
+    """Whether the router and the projections of the experts have biases."""
     stacked: bool = False
     """Whether one tensor holds all experts of a layer, with alternating rows of gate and up (see `stacked_experts`)."""
     alpha: str | None = None
@@ -209,9 +208,7 @@ class Family:
     """Factor on the logits."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings that have to be false or absent, and what they ask for."""
-    nested: str | None = None
-    """Setting of a multimodal config.json that nests the settings of the text model; None for text models."""
     nested_type: str | None = None
-    """The `model_type` that these have to have."""
+    """The `model_type` of the text model whose settings a multimodal config.json nests; None for text models."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that config.json may omit, where they differ from the common ones."""

@@ -98,8 +98,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "gemma3_text": _GEMMA3_TEXT,
     # Language model of multimodal Gemma 3 checkpoints; the image part is not exported.
-    "gemma3": replace(_GEMMA3_TEXT, nested="text_config", nested_type="gemma3_text"),
+    "gemma3": replace(_GEMMA3_TEXT, nested_type="gemma3_text"),
     "gemma4_text": _GEMMA4_TEXT,
     # Language model of multimodal Gemma 4 checkpoints; images and sound are not exported.
-    "gemma4": replace(_GEMMA4_TEXT, nested="text_config", nested_type="gemma4_text"),
+    "gemma4": replace(_GEMMA4_TEXT, nested_type="gemma4_text"),
 }

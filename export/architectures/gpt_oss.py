@@ -14,7 +14,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
             intermediate_size="intermediate_size",
             normalized=True,
             router="router",
-            router_bias=True,
             bias=True,
             stacked=True,
             alpha="swiglu_alpha",

@@ -27,7 +27,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "ministral3": _MINISTRAL3,
     # Language model of multimodal Ministral 3 checkpoints; the image part is not exported.
-    "mistral3": replace(_MINISTRAL3, nested="text_config", nested_type="ministral3"),
+    "mistral3": replace(_MINISTRAL3, nested_type="ministral3"),
     # SmolLM3: every fourth layer has no rotary positions.
     "smollm3": Family(
         attention_bias="attention_bias",

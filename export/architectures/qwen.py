@@ -48,10 +48,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_moe": replace(_QWEN3, experts=Experts(), defaults={}),
     "qwen3_5_text": _QWEN3_5_TEXT,
     # Language model of Qwen3.5 checkpoints; the image part is not exported.
-    "qwen3_5": replace(_QWEN3_5_TEXT, nested="text_config", nested_type="qwen3_5_text"),
+    "qwen3_5": replace(_QWEN3_5_TEXT, nested_type="qwen3_5_text"),
     "qwen3_5_moe_text": _QWEN3_5_MOE_TEXT,
     # Language model of Qwen3.5 checkpoints with experts; the image part is not exported.
-    "qwen3_5_moe": replace(_QWEN3_5_MOE_TEXT, nested="text_config", nested_type="qwen3_5_moe_text"),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE_TEXT, nested_type="qwen3_5_moe_text"),
     # Qwen3-Next: as Qwen3.5 with experts, with all of a key head together in the projections of delta nets.
     "qwen3_next": replace(
         _QWEN3_5_TEXT,

@@ -290,11 +290,11 @@ def _check_heads(heads: int, shape: HeadShape) -> None:
 
 def text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return the settings of the language model, which are nested in a multimodal model."""
-    if family.nested is None:
+    if family.nested_type is None:
         return config
-    nested = config.get(family.nested)
+    nested = config.get("text_config")
     if not isinstance(nested, Mapping):
-        raise CheckpointError(f"config.json: {family.nested} must be an object, found {shown(nested)}")
+        raise CheckpointError(f"config.json: text_config must be an object, found {shown(nested)}")
     found = nested.get("model_type", family.nested_type)
     if found != family.nested_type:
         raise CheckpointError(

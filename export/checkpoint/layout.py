@@ -145,7 +145,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
     mlp = f"model.layers.{index}.{traits.module}"
     # A quantized router selects other experts, and it is only a thousandth of their size.
     router = FusedLinear(
-        f"{linear}.router", (f"{mlp}.{traits.router}",), (experts_count,), hidden, traits.router_bias, exact=True
+        f"{linear}.router", (f"{mlp}.{traits.router}",), (experts_count,), hidden, traits.bias, exact=True
     )
     each = [f"{mlp}.experts.{expert}" for expert in range(experts_count)]
     both = [f"{expert}.{name}" for expert in each for name in ("gate_proj", "up_proj")]

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,15 +67,12 @@ class QuantizedRows(NamedTuple):
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Several parts of a matrix as one, from top to bottom."""
-    packed, scales, offsets, zero_points, factors = zip(*parts, strict=True)
-    up = () if factors[0] is None else map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
-    return QuantizedRows(
-        np.concatenate(packed),
-        np.concatenate(scales),
-        None if offsets[0] is None else np.concatenate(offsets),
-        None if zero_points[0] is None else np.concatenate(zero_points),
-        None if factors[0] is None else LowRankFactors(*factors[0][:2], *up),
-    )
+    *arrays, factors = zip(*parts, strict=True)
+    joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in arrays]
+    if factors[0] is None:
+        return QuantizedRows(*joined)
+    up = map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
+    return QuantizedRows(*joined, LowRankFactors(*factors[0][:2], *up))
 
 
 class ModelSource:
@@ -165,16 +161,10 @@ def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterat
     """Yield the results of `work` in the order of `parts`; two threads work a few parts ahead.
 
     File reads and NumPy release the interpreter lock, so this uses two cores. Only a few results are in memory at once.
-    A single part needs no thread.
     """
-    remaining = iter(parts)
-    first = list(islice(remaining, 2))
-    if len(first) < 2:
-        yield from map(work, first)
-        return
     with ThreadPoolExecutor(_WORKERS) as pool:
         ahead: deque[Future[_Result]] = deque()
-        for part in chain(first, remaining):
+        for part in parts:
             ahead.append(pool.submit(work, part))
             if len(ahead) > _WORKERS:
                 yield ahead.popleft().result()

@@ -20,7 +20,7 @@ from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
-from ..check.head_reference import HeadOutputs, reference_head, reference_medusa, reference_mtp
+from ..check.head_reference import reference_head, reference_medusa, reference_mtp
 from ..check.parity import TOLERANCE, RoundedLinears, quantized_weights, with_float_activations
 from ..check.reference_operations import embedding_rows
 from ..checkpoint.config import DecoderConfig
@@ -175,11 +175,17 @@ def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule
     """
     random = np.random.default_rng(0)
     count = min(_CHECKED_TOKENS, target.context)
-    given = min(_CHECKED_FEATURES, count - 1)
     tokens = random.integers(0, head.config.vocab_size, count)
-    features = random.standard_normal((given, head.feature_size)).astype(np.float32)
+    features = random.standard_normal((min(_CHECKED_FEATURES, count - 1), head.feature_size)).astype(np.float32)
+    rounded = RoundedLinears(head.checkpoint, head.linears, plan)
+    used = quantized_weights(target.source, target.config, target.plan)
+    exact = features.astype(np.float64)
     with threadpool_limits(1, user_api="blas"):
-        expected = _reference(target, head, plan, tokens, features.astype(np.float64))
+        if isinstance(head, MtpModule):
+            expected = reference_mtp(rounded, used, target.original, head.settings, tokens, exact, target.context)
+        else:
+            embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
+            expected = reference_head(rounded, head.settings, embedded, exact, target.context)
     trimmed = folder / TARGET_IDS_NAME
     if isinstance(head, MtpModule) and trimmed.is_file():
         expected = expected._replace(logits=expected.logits[:, np.load(trimmed)])
@@ -218,19 +224,3 @@ def head_passes(
         session.length = stop
         (states,) = session.extra
         yield logits, states, slice(start, stop)
-
-
-def _reference(
-    target: BundleContent,
-    head: EagleHead | MtpModule,
-    plan: QuantPlan,
-    tokens: npt.NDArray[np.int64],
-    features: npt.NDArray[np.float64],
-) -> HeadOutputs:
-    """What a head computes over tokens [n], of which the first k have features [k, f]."""
-    rounded = RoundedLinears(head.checkpoint, head.linears, plan)
-    used = quantized_weights(target.source, target.config, target.plan)
-    if isinstance(head, MtpModule):
-        return reference_mtp(rounded, used, target.original, head.settings, tokens, features, target.context)
-    embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
-    return reference_head(rounded, head.settings, embedded, features, target.context)

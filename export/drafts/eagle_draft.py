@@ -34,7 +34,7 @@ from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_la
 from ..checkpoint.safetensors_files import Checkpoint
 from ..graph import inputs_outputs
 from ..graph.attention import Attention
-from ..graph.embedding_head import append_embedding
+from ..graph.embedding_head import append_embedding, append_product
 from ..graph.head_parts import append_head_layer, embedding_of, head_model
 from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures, eagle_features
@@ -262,10 +262,5 @@ def build_eagle_head(
     both = nodes.add("Concat", normed, "both", axis=-1)
     rows, residual = append_head_layer(nodes, attention, head.layer, both, hidden)
     nodes.add("Identity", [residual], inputs_outputs.NEXT_STATES)
-    weight_format = plan[head.lm_head.name]
-    if weight_format.bits == 32:
-        nodes.add("Gemm", [rows, weights.float32(head.lm_head)], inputs_outputs.LOGITS, transB=1)
-    else:
-        stored = weights.quantized(head.lm_head, weight_format)[0].inputs()
-        nodes.matmul_nbits(head.lm_head.shape, weight_format, [rows, *stored], inputs_outputs.LOGITS)
+    append_product(nodes, head.lm_head, rows, inputs_outputs.LOGITS)
     return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)

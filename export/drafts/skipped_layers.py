@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from ...errors import InputError
 from ...models.atomic import temporary_folder, write_atomically
@@ -35,7 +35,7 @@ from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import change_manifest
 from ..check.contract_session import ContractSession
 from ..graph import inputs_outputs
-from ..graph.head_parts import needed_nodes
+from ..graph.head_parts import needed_nodes, replace_content
 
 _JOIN: Final = "SkipSimplifiedLayerNormalization"
 """Operator that adds a sub-layer's output to the residual stream and normalizes the sum."""
@@ -144,17 +144,8 @@ def without(model: ModelProto, skipped: Collection[SubLayer]) -> ModelProto:
     dropped = {*caches, inputs_outputs.HIDDEN_STATES, inputs_outputs.DRAFT_FEATURES}
     outputs = [value for value in graph.output if value.name not in dropped]
     nodes = needed_nodes(list(_bypassed(graph.node, joins)), [value.name for value in outputs])
-    used = {name for node in nodes for name in node.input}
-    graph.CopyFrom(
-        GraphProto(
-            name=graph.name,
-            node=nodes,
-            initializer=[tensor for tensor in graph.initializer if tensor.name in used],
-            # The other inputs are the same for every graph, used or not.
-            input=[value for value in graph.input if value.name not in caches.values()],
-            output=outputs,
-        )
-    )
+    # The other inputs are the same for every graph, used or not.
+    replace_content(graph, nodes, [value for value in graph.input if value.name not in caches.values()], outputs)
     return left
 
 

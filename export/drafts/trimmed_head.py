@@ -46,7 +46,7 @@ from ..recipe import DraftTokens
 from ..upgrade.decoder_io import find_lm_head
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.editable import EditableGraph, Node
-from ..upgrade.graph_parts import FileRange, in_place, to_file
+from ..upgrade.graph_parts import in_place, to_file
 from .head_size import (
     TARGET_WIDTHS,
     Float32Array,
@@ -189,14 +189,7 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
         changed.append(DRAFT_WEIGHTS_NAME)
         with temporary_folder(folder, "trimmed") as new:
             with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
-                added = to_file(data)
-                model = graph.model(
-                    lambda name, tensor: (
-                        in_place
-                        if isinstance(tensor.source, FileRange) and tensor.source.location == WEIGHTS_NAME
-                        else added
-                    )(name, tensor)
-                )
+                model = graph.model(to_file(data, kept=WEIGHTS_NAME))
             move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
     else:
         model = graph.model(in_place)

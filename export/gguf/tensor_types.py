@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import Float32Array, QuantizedRows, UInt8Array
-from ..quantization.codes import blocks_of, pack_codes, quantize_rows
+from ..quantization.codes import default_scales, in_blocks, pack_codes, quantize_rows
 
 _FP32: Final = WeightFormat(32)
 _INT8: Final = WeightFormat(8, 32)
@@ -32,7 +32,6 @@ _SCALE_BLOCK: Final = 32
 """Number of weights that share a scale."""
 _SCALE_FACTORS: Final = (1.0, 0.9, 1.1)
 """Candidate scales, relative to the one that puts the extreme weight on the outermost code."""
-_NEGLIGIBLE: Final = np.float32(1e-30)
 
 
 UnpackedBlocks = tuple[npt.NDArray[np.int16], Float32Array, Float32Array | None]
@@ -162,22 +161,17 @@ def requantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple
     """
     if weight_format.bits != 4:
         return quantize_rows(weights, weight_format)
-    rows, columns = weights.shape
-    blocks = blocks_of(columns, weight_format)
-    if blocks * weight_format.block != columns:
-        weights = np.pad(weights, ((0, 0), (0, blocks * weight_format.block - columns)))
-    grouped = weights.reshape(-1, weight_format.block)
-    highest, lowest = grouped.max(axis=1), grouped.min(axis=1)
-    extreme = np.where(highest > -lowest, highest, lowest)
-    extreme[np.abs(extreme) < _NEGLIGIBLE] = 0
+    blocks = in_blocks(weights, weight_format)
+    default, _ = default_scales(blocks, weight_format)
+    grouped = blocks.reshape(-1, weight_format.block)
     codes, scales = np.zeros(grouped.shape, np.int8), np.zeros(len(grouped), np.float32)
     least = np.full(len(grouped), np.inf, np.float32)
     for factor in _SCALE_FACTORS:
-        candidate_codes, scale, error = _rounded(grouped, extreme * np.float32(-factor / 8))
+        candidate_codes, scale, error = _rounded(grouped, default.reshape(-1) * np.float32(factor))
         better = error < least
         codes[better], scales[better], least[better] = candidate_codes[better], scale[better], error[better]
-    shifted = (codes + 8).astype(np.uint8).reshape(rows, blocks, weight_format.block)
-    return pack_codes(shifted, weight_format.bits), scales.reshape(rows, blocks)
+    shifted = (codes + 8).astype(np.uint8).reshape(blocks.shape)
+    return pack_codes(shifted, weight_format.bits), scales.reshape(default.shape)
 
 
 def _rounded(grouped: Float32Array, scales: Float32Array) -> tuple[Float32Array, Float32Array, Float32Array]:

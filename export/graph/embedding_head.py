@@ -48,21 +48,28 @@ def append_head(nodes: Nodes, normed: str, embedding: StoredMatrix) -> str:
     """
     config, linear = nodes.config, head_layout(nodes.config)
     rows = nodes.add("Squeeze", [normed, nodes.integers("head.axes", 0)], HEAD_INPUT)
-    cap, weight_format = config.logits_softcap, nodes.plan[linear.name]
+    cap = config.logits_softcap
     # Scaling the hidden states instead of the logits is cheaper. It differs only by float rounding, and not at all
     # for Granite's powers of two.
     hidden = nodes.scaled(rows, config.logits_scale / (cap or 1.0), "head.scale", "head.scaled")
     output = inputs_outputs.LOGITS if cap is None else "head.product"
-    if weight_format.bits == 32:
-        weights = embedding.codes if config.tied_head else nodes.weights.float32(linear)
-        nodes.add("Gemm", [hidden, weights], output, transB=1)
-    else:
-        stored = embedding if config.tied_head else nodes.weights.quantized(linear, weight_format)[0]
-        nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
+    append_product(nodes, linear, hidden, output, embedding if config.tied_head else None)
     if cap is not None:
         capped = nodes.add("Tanh", [output], "head.tanh")
         nodes.add("Mul", [capped, nodes.scalar("head.cap", cap)], inputs_outputs.LOGITS)
     return rows
+
+
+def append_product(
+    nodes: Nodes, linear: FusedLinear, hidden: str, output: str, stored: StoredMatrix | None = None
+) -> None:
+    """Append the logits `output` of hidden states [R, hidden] by an LM head; `stored` is a matrix that the graph has already."""
+    weight_format = nodes.plan[linear.name]
+    if weight_format.bits == 32:
+        nodes.add("Gemm", [hidden, stored.codes if stored else nodes.weights.float32(linear)], output, transB=1)
+    else:
+        stored = stored or nodes.weights.quantized(linear, weight_format)[0]
+        nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
 
 
 def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = "") -> tuple[str, StoredMatrix]:

@@ -32,7 +32,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
 from . import inputs_outputs
 from .embedding_head import HEAD_INPUT
-from .head_parts import needed_nodes
+from .head_parts import needed_nodes, replace_content
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -131,18 +131,9 @@ def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
     axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
     if "position_ids" in used:  # by a node other than attention
         axes["position_ids"] = "sequence_length"
-    graph.CopyFrom(
-        GraphProto(
-            name=graph.name,
-            node=nodes,
-            initializer=[tensor for tensor in graph.initializer if tensor.name in used],
-            input=[
-                *(declare(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()),
-                *caches(inputs_outputs.past_cache, "past_sequence_length"),
-            ],
-            output=outputs,
-        )
-    )
+    inputs = [declare(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()]
+    inputs += caches(inputs_outputs.past_cache, "past_sequence_length")
+    replace_content(graph, nodes, inputs, outputs)
     return rewritten
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from ..checkpoint.layer_weights import Layer
 from ..checkpoint.layout import final_norm
@@ -119,6 +119,15 @@ def head_model(
         ],
     )
     return as_model(graph)
+
+
+def replace_content(
+    graph: GraphProto, nodes: Sequence[NodeProto], inputs: Iterable[ValueInfoProto], outputs: Iterable[ValueInfoProto]
+) -> None:
+    """Give a graph other nodes, inputs and outputs; initializers that no node reads are dropped."""
+    used = {name for node in nodes for name in node.input}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    graph.CopyFrom(GraphProto(name=graph.name, node=nodes, initializer=kept, input=inputs, output=outputs))
 
 
 def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:

@@ -165,17 +165,14 @@ class _Decoder:
         nodes, config = self._nodes, self._nodes.config
         if norm is not None and config.traits.head_norm is HeadNorm.WHOLE:
             value = nodes.norm(value, norm, f"{value}.normed")
-            norm = None
-        if norm is not None:
+        elif norm is not None:
             # QNN's HTP backend norms wrongly over several heads and tokens in four dimensions, so there are three.
             rows = nodes.width * count
             flat = nodes.reshape(value, [1, rows, config.head_dim], f"{value}.flat")
             value = nodes.norm(flat, norm, f"{value}.normed", rows)
         by_token = nodes.reshape(value, [1, nodes.width, count, config.head_dim], f"{value}.by_token")
-        if rope is None:
-            return nodes.transpose(by_token, [0, 2, 1, 3], output)
-        heads = nodes.transpose(by_token, [0, 2, 1, 3], f"{value}.unrotated")
-        return self._rotate(heads, rope, output)
+        heads = nodes.transpose(by_token, [0, 2, 1, 3], output if rope is None else f"{value}.unrotated")
+        return heads if rope is None else self._rotate(heads, rope, output)
 
     def _grown(self, query: str, output: str) -> str:
         """Append the growth of queries [1, heads, W, head_dim] with their position, if they have one here."""
@@ -214,13 +211,10 @@ class _Decoder:
             nodes, config = self._nodes, self._nodes.config
             name = f"rope.{len(self._angles)}"
             cosines, sines = rope.table(config.rotated_channels, self._context)
-            tables = {
-                "cos": np.concatenate([cosines, cosines], axis=1)[: self._positions],
-                "sin": np.concatenate([-sines, sines], axis=1)[: self._positions],
-            }
             shape = [1, 1, nodes.width, config.rotated_channels]
             rows = []
-            for part, table in tables.items():
+            for part, first, second in (("cos", cosines, cosines), ("sin", -sines, sines)):
+                table = np.concatenate([first, second], axis=1)[: self._positions]
                 stored = nodes.weights.constant(f"{name}.{part}", table, half=True)
                 gathered = nodes.add("Gather", [stored, "position_ids"], f"{name}.{part}.rows", axis=0)
                 rows.append(nodes.reshape(gathered, shape, f"{name}.{part}.all_heads"))

@@ -154,6 +154,12 @@ def nearest_codes(
     return pack_codes(codes.astype(np.uint8), bits)
 
 
+def rounded_rows(grouped: Float32Array, scales: Float32Array, zeros: Float32Array | None, bits: int) -> QuantizedRows:
+    """Blocks [N, blocks, block] in the codes that are nearest at scales and zero points [N, blocks]."""
+    points = None if zeros is None else pack_zero_points(zeros.astype(np.uint8), bits)
+    return QuantizedRows(nearest_codes(grouped, scales, bits, zeros), scales, zero_points=points)
+
+
 def dequantize_rows(
     packed: UInt8Array,
     scales: Float32Array,

@@ -32,8 +32,7 @@ from .codes import (
     default_scales,
     half_precision,
     in_blocks,
-    nearest_codes,
-    pack_zero_points,
+    rounded_rows,
 )
 
 _SCALE_FACTORS: Final = {
@@ -74,11 +73,7 @@ def k_quant_rows(
     found = scales.reshape(default.shape)
     if weight_format.half_scales:
         found = half_precision(found)
-    if zeros is None:
-        return QuantizedRows(nearest_codes(grouped, found, weight_format.bits), found)
-    chosen = zeros.reshape(default.shape)
-    codes = nearest_codes(grouped, found, weight_format.bits, chosen)
-    return QuantizedRows(codes, found, zero_points=pack_zero_points(chosen.astype(np.uint8), weight_format.bits))
+    return rounded_rows(grouped, found, None if zeros is None else zeros.reshape(default.shape), weight_format.bits)
 
 
 def _block_importance(importance: Float32Array, columns: int, weight_format: WeightFormat) -> Float32Array:
@@ -104,15 +99,13 @@ def _rounded(normalized: Float32Array, scales: Float32Array, bits: int, zeros: F
     half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = normalized * inverse[:, None]
-    if zeros is None:
-        np.rint(codes, out=codes)
-        np.clip(codes, -half, half - 1, out=codes)
-        return codes
-    # Clipping with arrays as bounds would take three times as long as these two additions.
-    codes += zeros[:, None]
+    lowest = -half if zeros is None else 0
+    if zeros is not None:  # clipping with arrays as bounds would take three times as long as these two additions
+        codes += zeros[:, None]
     np.rint(codes, out=codes)
-    np.clip(codes, 0, 2 * half - 1, out=codes)
-    codes -= zeros[:, None]
+    np.clip(codes, lowest, lowest + 2 * half - 1, out=codes)
+    if zeros is not None:
+        codes -= zeros[:, None]
     return codes
 
 

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from ...errors import InputError
 from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, InputStatistics, default_scales, in_blocks, nearest_codes, pack_zero_points
+from .codes import Float32Array, InputStatistics, default_scales, in_blocks, rounded_rows
 from .gptq import gptq_rows
 from .k_quant import k_quant_rows
 
@@ -49,9 +47,7 @@ def nearest_rows(
 ) -> QuantizedRows:
     """Round rows to nearest: scales and zero points follow from each block's extreme weights. See `Quantizer`."""
     grouped = in_blocks(weights, weight_format)
-    scales, zeros = default_scales(grouped, weight_format)
-    points = None if zeros is None else pack_zero_points(zeros.astype(np.uint8), weight_format.bits)
-    return QuantizedRows(nearest_codes(grouped, scales, weight_format.bits, zeros), scales, zero_points=points)
+    return rounded_rows(grouped, *default_scales(grouped, weight_format), weight_format.bits)
 
 
 QUANTIZERS: Final[Mapping[Method, Quantizer]] = {

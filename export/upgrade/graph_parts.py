@@ -207,22 +207,23 @@ def in_place(name: str, tensor: Tensor) -> tuple[TensorProto, NodeProto | None]:
     return _inline(name, tensor), None
 
 
-def to_file(data: WeightFile, on_written: Callable[[int], None] | None = None) -> Store:
+def to_file(data: WeightFile, on_written: Callable[[int], None] = lambda _: None, kept: str = "") -> Store:
     """Stream tensors into a weight file one by one, and store small ones in the model.
 
-    Tensors with the same source are written once. `on_written` is called with the number of bytes after each piece.
+    Tensors with the same source are written once; tensors in the file `kept` remain there. `on_written` is called with
+    the number of bytes after each piece.
     """
     offsets: dict[Source, int] = {}
 
-    def store(name: str, tensor: Tensor) -> tuple[TensorProto, None]:
-        if tensor.nbytes < INLINE_BELOW:
-            return _inline(name, tensor), None
+    def store(name: str, tensor: Tensor) -> tuple[TensorProto, NodeProto | None]:
+        is_kept = isinstance(tensor.source, FileRange) and tensor.source.location == kept
+        if is_kept or tensor.nbytes < INLINE_BELOW:
+            return in_place(name, tensor)
         if tensor.source not in offsets:
             offsets[tensor.source] = data.start(tensor.nbytes)
             for piece in tensor.source.pieces():
                 data.append(piece)
-                if on_written is not None:
-                    on_written(piece.nbytes)
+                on_written(piece.nbytes)
         offset = offsets[tensor.source]
         return external_tensor(name, tensor.element_type, tensor.shape, data.name, offset, tensor.nbytes), None
 
