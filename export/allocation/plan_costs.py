@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
@@ -32,8 +32,7 @@ _HINT: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """One measure of a plan's cost, a sum over its linears."""
 
     of: Callable[[FusedLinear, WeightFormat], float]

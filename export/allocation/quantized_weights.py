@@ -124,11 +124,11 @@ class QuantizedLinearStore(ModelSource):
             return self._source.quantized(rows, weight_format)
         linear, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        *arrays, factors = self.whole(linear, weight_format)
-        own: list[Any] = [None if each is None else each[part] for each in arrays]
-        if factors is not None:
-            factors = factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part])
-        return QuantizedRows(*own, factors)
+        arrays: tuple[Any, ...] = self.whole(linear, weight_format)
+        own: list[Any] = [None if each is None else each[part] for each in arrays[:-1]]
+        if (factors := arrays[-1]) is not None:
+            own.append(factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]))
+        return QuantizedRows(*own)
 
     def _new_rows(self, rows: RowRange, weight_format: WeightFormat, target: Target | None) -> QuantizedRows:
         """Quantize rows of a matrix by the method of the format, or as the source does without statistics."""

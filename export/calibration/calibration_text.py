@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ _TRIAL: Final = "trial"
 _TEXT_FILE: Final = "text.npz"
 
 
-@dataclass(frozen=True)
-class CalibrationText:
+class CalibrationText(NamedTuple):
     """Texts as token ids, int64 [n] each, of at least two tokens."""
 
     calibration: tuple[TokenArray, ...]

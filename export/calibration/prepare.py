@@ -6,9 +6,9 @@ All intermediate results but those of the search lie in a work folder, so that a
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
@@ -38,8 +38,7 @@ _FORMAT: Final = 2
 """Raised when what a work folder holds changes, so that results of another version are not mixed with new ones."""
 
 
-@dataclass(frozen=True)
-class CalibratedModel:
+class CalibratedModel(NamedTuple):
     """A model ready to be written, and what was measured on the way."""
 
     source: ModelSource

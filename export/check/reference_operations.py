@@ -91,7 +91,8 @@ def delta_net(weights: ModelSource, config: Settings, name: str, normed: Float64
     mixed = silu(convolved(weights, f"{name}.conv1d.weight", inputs))
     width = key_heads * key_dim
     query, key, value = np.split(mixed, [width, 2 * width], axis=-1)
-    query, key = (_unit(each.reshape(length, key_heads, key_dim)) for each in (query, key))
+    query, key = (each.reshape(length, key_heads, key_dim) for each in (query, key))
+    query, key = (each / np.sqrt((each**2).sum(axis=-1, keepdims=True) + 1e-6) for each in (query, key))
     query, key = (np.repeat(each, heads // key_heads, axis=1) for each in (query, key))
     value = value.reshape(length, heads, -1)
     beta = 1 / (1 + np.exp(-beta))
@@ -122,10 +123,6 @@ def convolved(weights: ModelSource, kernels: str, value: Float64Array) -> Float6
     taps = weights.read(kernels).astype(np.float64)[:, 0].T
     inputs = np.concatenate([np.zeros((len(taps) - 1, value.shape[-1])), value])
     return np.stack([(inputs[token : token + len(taps)] * taps).sum(axis=0) for token in range(len(value))])
-
-
-def _unit(heads: Float64Array) -> Float64Array:
-    return np.asarray(heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + 1e-6))
 
 
 def silu(value: Float64Array) -> Float64Array:

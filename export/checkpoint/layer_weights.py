@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...models.manifest import WeightFormat
 from ..architectures.state_layers import RecurrentConfig, StateLayers
@@ -63,8 +63,7 @@ class FusedLinear:
         return [f"{module}{suffix}" for module in self.modules] if self.biased else []
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """An RMS norm: the name and the number of its weights."""
 
     weight: str
@@ -103,8 +102,7 @@ class StateWeights:
             yield self.norm, (self.norm_width,)
 
 
-@dataclass(frozen=True)
-class Producer:
+class Producer(NamedTuple):
     """The rows of a mixer's first linear that its output projection's inputs are proportional to."""
 
     first_row: int
@@ -112,8 +110,7 @@ class Producer:
     """How many inputs are proportional to one row: number of heads side by side, and of channels of each."""
 
 
-@dataclass(frozen=True)
-class LayerInput:
+class LayerInput(NamedTuple):
     """The linears and the norm by which a layer reads its own part of the per-layer inputs."""
 
     gate: FusedLinear
@@ -121,8 +118,7 @@ class LayerInput:
     after: Norm
 
 
-@dataclass(frozen=True)
-class SharedExpertWeights:
+class SharedExpertWeights(NamedTuple):
     """The linears of a feed-forward that all tokens run through beside the selected experts."""
 
     gate_up: FusedLinear
@@ -199,8 +195,7 @@ class Layer:
         return tuple(norm for norm in (*before, *after, self.query_norm, self.key_norm, own) if norm is not None)
 
 
-@dataclass(frozen=True)
-class PerLayerInputsLayout:
+class PerLayerInputsLayout(NamedTuple):
     """The linears and the norm that compute the inputs of all layers beside the hidden states."""
 
     table: FusedLinear

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
 from ...models.json_file import shown
@@ -21,8 +20,7 @@ _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 """Layer types for which `rope_parameters` may have separate settings."""
 
 
-@dataclass(frozen=True)
-class Rotations:
+class Rotations(NamedTuple):
     """The rotary embeddings of a model."""
 
     channels: int

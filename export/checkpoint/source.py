@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -27,8 +26,7 @@ _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class RowRange:
+class RowRange(NamedTuple):
     """Rows `start` to `stop` of the matrix `name`."""
 
     name: str
@@ -69,10 +67,10 @@ def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Several parts of a matrix as one, from top to bottom."""
     *arrays, factors = zip(*parts, strict=True)
     joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in arrays]
-    if factors[0] is None:
-        return QuantizedRows(*joined)
-    up = map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
-    return QuantizedRows(*joined, LowRankFactors(*factors[0][:2], *up))
+    if factors[0] is not None:
+        up = map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
+        joined.append(LowRankFactors(*factors[0][:2], *up))
+    return QuantizedRows(*joined)
 
 
 class ModelSource:

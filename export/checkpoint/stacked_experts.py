@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,7 @@ FP4: Final = np.concatenate([_VALUES, -_VALUES])
 _EXPONENT_BIAS: Final = 127
 
 
-@dataclass(frozen=True)
-class ExpertStack:
+class ExpertStack(NamedTuple):
     """All experts of a layer in one tensor."""
 
     experts: int

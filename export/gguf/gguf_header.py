@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,8 +50,7 @@ _MAX_ALIGNMENT: Final = 1 << 20
 _Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Position and type of a tensor."""
 
     file: Path

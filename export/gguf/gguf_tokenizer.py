@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -36,8 +35,7 @@ _TEKKEN: Final = (
 )
 
 
-@dataclass(frozen=True)
-class PreTokenizer:
+class PreTokenizer(NamedTuple):
     """How text is split before BPE merges are applied."""
 
     patterns: tuple[str, ...]

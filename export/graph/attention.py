@@ -149,27 +149,21 @@ class Attention:
         """
         nodes, name = self._nodes, f"window.{window}"
         if not self._biases:
-            self._append_distances()
+            # Distances in positions from the M new tokens back to all T tokens, int64 [M, T]. The position of a cached
+            # token is its slot; the positions of the new tokens are an input.
+            zero, one = (nodes.constant(f"window.{name}", np.array(value)) for name, value in (("zero", 0), ("one", 1)))
+            first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
+            new = nodes.add("Squeeze", ["position_ids", first], "window.new")
+            new_tokens = nodes.add("Size", [new], "window.rows")
+            total = nodes.add("Cast", ["total_sequence_length"], "window.total", to=TensorProto.INT64)
+            cached = nodes.add("Sub", [total, new_tokens], "window.cached")
+            slots = nodes.add("Range", [zero, cached, one], "window.slots")
+            keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
+            queries = nodes.add("Unsqueeze", [new, last], "window.queries")
+            nodes.add("Sub", [queries, keys], "window.distances")
         if window not in self._biases:
             width = nodes.integers(f"{name}.width", window)
             far = nodes.add("GreaterOrEqual", ["window.distances", width], f"{name}.far")
             masked = nodes.scalar("window.masked", _MASKED)
             self._biases[window] = nodes.add("Where", [far, masked, "attention_bias"], f"{name}.bias")
         return self._biases[window]
-
-    def _append_distances(self) -> None:
-        """Append the distances in positions from the M new tokens back to all T tokens, int64 [M, T].
-
-        The position of a cached token is its slot; the positions of the new tokens are an input.
-        """
-        nodes = self._nodes
-        zero, one = (nodes.constant(f"window.{name}", np.array(value)) for name, value in (("zero", 0), ("one", 1)))
-        first, last = nodes.integers("window.first", 0), nodes.integers("window.last", -1)
-        new = nodes.add("Squeeze", ["position_ids", first], "window.new")
-        new_tokens = nodes.add("Size", [new], "window.rows")
-        total = nodes.add("Cast", ["total_sequence_length"], "window.total", to=TensorProto.INT64)
-        cached = nodes.add("Sub", [total, new_tokens], "window.cached")
-        slots = nodes.add("Range", [zero, cached, one], "window.slots")
-        keys = nodes.add("Concat", [slots, new], "window.keys", axis=0)
-        queries = nodes.add("Unsqueeze", [new, last], "window.queries")
-        nodes.add("Sub", [queries, keys], "window.distances")

@@ -165,19 +165,12 @@ def append_per_layer_inputs(nodes: Nodes, layout: PerLayerInputsLayout, embedded
     apart = nodes.integers(f"{_NAME}.apart", 0, 0, config.layers, config.per_layer_width)
     normed = nodes.norm(nodes.add("Reshape", [projected, apart], f"{_NAME}.by_layer"), layout.norm, f"{_NAME}.normed")
     together = nodes.add("Reshape", [normed, nodes.integers(f"{_NAME}.together", 0, 0, -1)], f"{_NAME}.joined")
-    own = nodes.scaled(
-        _rows(nodes, layout), math.sqrt(config.per_layer_width), f"{_NAME}.table.scale", f"{_NAME}.own.scaled"
-    )
+    rows, _ = gathered_rows(nodes, layout.table, f"{_NAME}.own")
+    own = nodes.scaled(rows, math.sqrt(config.per_layer_width), f"{_NAME}.table.scale", f"{_NAME}.own.scaled")
     total = nodes.add("Add", [together, own], f"{_NAME}.sum")
     halved = nodes.scaled(total, math.sqrt(0.5), f"{_NAME}.scale", _NAME)
     names = [f"{_NAME}.{layer}" for layer in range(config.layers)]
     return nodes.split(halved, names, nodes.integers(f"{_NAME}.widths", *[config.per_layer_width] * config.layers))
-
-
-def _rows(nodes: Nodes, layout: PerLayerInputsLayout) -> str:
-    if nodes.plan[layout.table.name].bits == 32:
-        return nodes.add("Gather", [nodes.weights.float32(layout.table), "input_ids"], f"{_NAME}.own", axis=0)
-    return gathered_rows(nodes, layout.table, f"{_NAME}.own")[0]
 
 
 def append_own_input(nodes: Nodes, name: str, layer: LayerInput, residual: str, own: str) -> str:

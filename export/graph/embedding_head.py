@@ -30,13 +30,9 @@ def append_embedding(nodes: Nodes) -> tuple[str, StoredMatrix]:
     Returns:
         The name of [1, M, hidden], and the matrix for a tied head: codes with scales, or float32 weights alone.
     """
-    linear, config = embedding_layout(nodes.config), nodes.config
-    if nodes.plan[linear.name].bits == 32:
-        matrix = StoredMatrix(nodes.weights.float32(linear), "")
-        embedded = nodes.add("Gather", [matrix.codes, "input_ids"], "embedded", axis=0)
-    else:
-        head = head_layout(config).name if config.tied_head else ""
-        embedded, matrix = gathered_rows(nodes, linear, "embedded", head)
+    config = nodes.config
+    head = head_layout(config).name if config.tied_head else ""
+    embedded, matrix = gathered_rows(nodes, embedding_layout(config), "embedded", head)
     # The scale is a separate node because the head may share the matrix.
     return nodes.scaled(embedded, config.embedding_scale, "embedding.scale", "embedded.scaled"), matrix
 
@@ -63,7 +59,7 @@ def append_head(nodes: Nodes, normed: str, embedding: StoredMatrix) -> str:
 def append_product(
     nodes: Nodes, linear: FusedLinear, hidden: str, output: str, stored: StoredMatrix | None = None
 ) -> None:
-    """Append the logits `output` of hidden states [R, hidden] by an LM head; `stored` is a matrix that the graph has already."""
+    """Append the logits `output` of hidden states [R, hidden]; `stored` is the LM head's matrix if the graph has it."""
     weight_format = nodes.plan[linear.name]
     if weight_format.bits == 32:
         nodes.add("Gemm", [hidden, stored.codes if stored else nodes.weights.float32(linear)], output, transB=1)
@@ -73,7 +69,7 @@ def append_product(
 
 
 def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = "") -> tuple[str, StoredMatrix]:
-    """Append the rows of the tokens of a quantized embedding.
+    """Append the rows of the tokens of an embedding.
 
     Args:
         nodes: the graph.
@@ -82,9 +78,13 @@ def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = ""
         head: name of an LM head that shares the matrix; empty for none.
 
     Returns:
-        The name of [1, M, columns], and the initializers of the head as `Initializers.gathered` returns them.
+        The name of [1, M, columns], and the initializers of the head: float32 weights alone, or as
+        `Initializers.gathered` returns them.
     """
     weight_format, columns = nodes.plan[linear.name], linear.columns
+    if weight_format.bits == 32:
+        weights = nodes.weights.float32(linear)
+        return nodes.add("Gather", [weights, "input_ids"], output, axis=0), StoredMatrix(weights, "")
     stored, table = nodes.weights.gathered(linear, weight_format, head)
     points = [stored.zero_points] if stored.zero_points else []
     gathered = nodes.add(

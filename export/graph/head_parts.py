@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
@@ -17,8 +17,7 @@ from .feed_forward import append_feed_forward
 from .nodes import Nodes
 
 
-@dataclass(frozen=True)
-class SharedPart:
+class SharedPart(NamedTuple):
     """A part of a target's graph."""
 
     value: str

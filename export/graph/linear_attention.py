@@ -157,7 +157,12 @@ def append_delta_net(
     update |= {"decay": (decay, count), "beta": (beta, count)}
     heads_and_scale = {"q_num_heads": count, "kv_num_heads": count, "scale": config.key_dim**-0.5}
     read = append_recurrence(nodes, index, name, query, update, update_rule="gated_delta", **heads_and_scale)
-    return _append_gated_norm(nodes, name, states, config, read, gate)
+    # The RMS norm of every head, times SiLU of the gate.
+    apart = nodes.integers("delta.values", 0, 0, config.value_heads, config.value_dim)
+    read_heads, factors = nodes.add("Reshape", [read, apart], f"{name}.heads"), f"{name}.norm"
+    read_normed = nodes.norm_by(read_heads, nodes.weights.vector(factors, [states.norm]), f"{name}.normed")
+    together = nodes.together(read_normed, f"{name}.together")
+    return nodes.add("Mul", [together, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
 
 
 def _split_by_key_head(
@@ -207,17 +212,6 @@ def _append_gates(
     return decay, nodes.add("Sigmoid", [beta], f"{name}.beta")
 
 
-def _append_gated_norm(
-    nodes: Nodes, name: str, states: StateWeights, config: DeltaNetConfig, read: str, gate: str
-) -> str:
-    """Append the RMS norm of every head, times SiLU of the gate."""
-    apart = nodes.integers("delta.values", 0, 0, config.value_heads, config.value_dim)
-    heads, factors = nodes.add("Reshape", [read, apart], f"{name}.heads"), f"{name}.norm"
-    normed = nodes.norm_by(heads, nodes.weights.vector(factors, [states.norm]), f"{name}.normed")
-    together = nodes.together(normed, f"{name}.together")
-    return nodes.add("Mul", [together, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
-
-
 def append_mamba(
     nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: Mamba2Config, normed: str
 ) -> str:
@@ -247,14 +241,9 @@ def append_mamba(
     skip = nodes.weights.vector(f"{name}.d", [states.skip])
     factors = nodes.add("Unsqueeze", [skip, nodes.integers("mamba.last", -1)], f"{name}.ds")
     skipped = nodes.together(nodes.add("Mul", [heads, factors], f"{name}.skips"), f"{name}.skip")
-    return _append_grouped_norm(nodes, name, states, config, nodes.add("Add", [read, skipped], f"{name}.y"), gate)
-
-
-def _append_grouped_norm(
-    nodes: Nodes, name: str, states: StateWeights, config: Mamba2Config, read: str, gate: str
-) -> str:
-    """Append the RMS norm, of every group by itself, of the output times SiLU of the gate."""
-    gated = nodes.add("Mul", [read, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
+    output = nodes.add("Add", [read, skipped], f"{name}.y")
+    # The RMS norm, of every group by itself, of the output times SiLU of the gate.
+    gated = nodes.add("Mul", [output, nodes.silu(gate, f"{name}.silu")], f"{name}.gated")
     count, factors = config.key_heads, nodes.weights.vector(f"{name}.norm", [states.norm])
     if count == 1:
         return nodes.norm_by(gated, factors, f"{name}.normed")

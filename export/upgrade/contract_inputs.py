@@ -9,8 +9,7 @@ becomes part of the bias, which is computed once for all layers with that window
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
@@ -32,8 +31,7 @@ _MASKED_BELOW: Final = -1e4
 """A bias below this hides a position."""
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """Numbers that are the same for all attention layers."""
 
     layers: int

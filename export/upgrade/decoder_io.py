@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
@@ -36,8 +35,7 @@ _MASKED: Final = -1e4
 """Added to the score of a masked position; representable in half precision."""
 
 
-@dataclass(frozen=True)
-class CacheTensor:
+class CacheTensor(NamedTuple):
     """One cache tensor: the graph input with past slots and the output with the new slots appended."""
 
     past: str
@@ -46,8 +44,7 @@ class CacheTensor:
     """The new slots, if the graph appends them by a Concat."""
 
 
-@dataclass(frozen=True)
-class PassShape:
+class PassShape(NamedTuple):
     """Number of new and cached tokens of a forward pass."""
 
     new: int

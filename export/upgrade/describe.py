@@ -6,9 +6,9 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from onnx import TensorProto
 
@@ -38,8 +38,7 @@ _TOKEN_SETTINGS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING_SETTINGS: Final = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 
 
-@dataclass(frozen=True)
-class WeightMatrix:
+class WeightMatrix(NamedTuple):
     """One weight matrix of the model."""
 
     name: str

@@ -12,15 +12,15 @@ There are two checks, as for an export from a checkpoint (`export.check.parity`)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
+from ...models.progress import Progress, silent
 from ..check.contract_session import ContractSession, ModelSession
 from ..check.parity import Parity, mean_kl, with_float_activations
 from ..graph import inputs_outputs
@@ -48,8 +48,7 @@ POSITIONS_READ: Final = _PROMPT + _STEPS
 """Number of positions that the check reads, even if the context is shorter."""
 
 
-@dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """Logits of the source graph for two sequences that share their first `_PROMPT` tokens."""
 
     tokens: TokenArray
@@ -127,13 +126,14 @@ def run_reference(
     return Reference(tokens, sibling, logits_of(tokens), sibling_logits, half)
 
 
-def require_same(folder: Path, model: ModelProto, reference: Reference) -> float:
+def require_same(folder: Path, model: ModelProto, reference: Reference, progress: Progress = silent) -> float:
     """Compare a contract graph that has the source's weights with its source.
 
     Args:
         folder: folder of the model's external data.
         model: the graph; it is run with float activations.
         reference: logits of the source.
+        progress: receives the stage "checking".
 
     Returns:
         The largest difference of a logit.
@@ -141,6 +141,7 @@ def require_same(folder: Path, model: ModelProto, reference: Reference) -> float
     Raises:
         ExportError: they differ by more than `Reference.tolerance`.
     """
+    progress("checking", 0.0)
     session = ContractSession(folder, len(reference.tokens) + 2, with_float_activations(model))
     differences = {
         where: float(np.abs(found.astype(np.float64) - expected).max())
@@ -153,6 +154,7 @@ def require_same(folder: Path, model: ModelProto, reference: Reference) -> float
                 f"{reference.tolerance:.2g} is allowed",
                 "run the model as it is, and please report it",
             )
+    progress("checking", 0.5)
     return max(differences.values())
 
 

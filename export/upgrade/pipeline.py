@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from onnx import ModelProto
 from onnx.inliner import inline_selected_functions
 
 from ...errors import BundleError, InputError
@@ -41,7 +40,7 @@ from .describe import (
 from .editable import EditableGraph, Node
 from .float_linears import quantize_linears, widen
 from .graph_parts import in_place, read_model, to_file, unsupported
-from .parity import POSITIONS_READ, Reference, measure, require_same, run_reference
+from .parity import POSITIONS_READ, measure, require_same, run_reference
 from .quantized_linears import (
     absorb_biases,
     convert_integer_linears,
@@ -132,7 +131,7 @@ def _write(
     body, head = recipe.body or default, recipe.head_format or default
     rounds = body != FP32 or head != FP32
     if rounds:
-        difference = _require_same(graph.folder, graph.model(in_place), reference, progress)
+        difference = require_same(graph.folder, graph.model(in_place), reference, progress)
     _widen_halves(graph, notes)
     if rounds:
         quantize_linears(graph, body, head)
@@ -147,7 +146,7 @@ def _write(
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
     copy_config_files(source, folder)
     if not rounds:
-        difference = _require_same(folder, model, reference, progress)
+        difference = require_same(folder, model, reference, progress)
     parity = measure(folder, reference, difference)
     require_config_files(folder, vocab_size)
     names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
@@ -213,13 +212,6 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
 def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:
     if widen(graph):
         notes.append("half precision became float32, in which a CPU computes")
-
-
-def _require_same(folder: Path, model: ModelProto, reference: Reference, progress: Progress) -> float:
-    progress("checking", 0.0)
-    difference = require_same(folder, model, reference)
-    progress("checking", 0.5)
-    return difference
 
 
 def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:

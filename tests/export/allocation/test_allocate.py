@@ -176,7 +176,7 @@ def test_rows_are_those_of_the_source(
     for linear in planned_linears(config):
         for name in linear.weights:
             for rows in source.row_ranges(name):
-                part = replace(rows, start=rows.start + 1)
+                part = rows._replace(start=rows.start + 1)
                 pairs = zip(store.quantized(part, weight_format), source.quantized(part, weight_format), strict=True)
                 for stored, expected in pairs:
                     assert (stored is None) == (expected is None)
