@@ -238,7 +238,7 @@ def test_commands_run(commands: list[str], working_folder: Path, capsys: pytest.
     "program", [pytest.param(block, id=str(n)) for n, (name, block) in enumerate(BLOCKS) if name == "python"]
 )
 def test_programs_run(program: str, working_folder: Path) -> None:
-    if "from openai" in program or "edgerun.server" in program:
+    if "127.0.0.1:8080" in program or "edgerun.server" in program:
         pytest.skip("tests/edge/server/test_guide.py runs it")
     with edgerun.load("my-embedding-model") as llm:  # its answers are random, with alternatives
         exec(program, {"edgerun": edgerun, "llm": llm, "report": "All is well."})  # noqa: S102  the documents' own

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from support.serving import PATIENCE_S, Served, served
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
 WRITTEN = "http://127.0.0.1:8080"
 CURL = re.findall(r"```sh\n(curl .*?)```", GUIDE, re.DOTALL)
-(CLIENT,) = re.findall(r"```python\n(from openai .*?)```", GUIDE, re.DOTALL)
+CLIENTS = re.findall(r"```python\n((?:from openai|import ollama|import anthropic)\b.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +51,11 @@ def test_there_are_as_many_curl_lines_as_the_guide_has() -> None:
     assert len(CURL) == GUIDE.count("curl http") + GUIDE.count("curl -N http") > 6
 
 
-def test_the_python_client(server: Served, capsys: Capture) -> None:
-    exec(CLIENT.replace(WRITTEN, server.base), {})  # noqa: S102  the guide's own example
+@pytest.mark.parametrize("client", CLIENTS, ids=[client.split()[1] for client in CLIENTS])
+def test_the_python_clients(server: Served, client: str, capsys: Capture) -> None:
+    names: dict[str, Any] = {}
+    exec(client.replace(WRITTEN, server.base), names)  # noqa: S102  the guide's own example
+    names["client"].close()
     assert capsys.readouterr().out
 
 
