@@ -45,6 +45,12 @@ os.environ["COLUMNS"] = "110"
 share_machine()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than processors: a quarter of the time, a worker waits for a process, a server or a browser."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test reads or writes the user's cache, or the user's conversations."""
