@@ -15,6 +15,7 @@ import argparse
 import json
 import tempfile
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -70,7 +71,7 @@ def main() -> None:
         plan = BenchSettings(_MAX_TOKENS, parse_turns("all"), replay=True)
         meter = LoadMeter()
         conversations = read_recording(recording)
-        found = measure_modes(engine, conversations, modes, plan)
+        found = list(chain.from_iterable(measure_modes(engine, dict(enumerate(conversations)), modes, plan)))
         conditions = BenchConditions(
             model=shape.name,
             draft=f"{folder.name}/draft",

@@ -19,7 +19,7 @@ import edgerun
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.prompt_sets import limit_per_category, read_recording
 from edgerun.edge.bench.ratios import PLAIN, ModeResult
-from edgerun.edge.bench.runner import BenchSettings, ConversationRunner, DecodingMode, parse_turns
+from edgerun.edge.bench.runner import BenchSettings, DecodingMode, measure_modes, parse_turns
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
@@ -124,18 +124,21 @@ class RecordingReplay:
             variant.name: replace(self._plan, options=replace(self._plan.options, exact=variant.base_graph))
             for variant in variants
         }
-        runners = {name: ConversationRunner(self._engines[name], self._modes, plan) for name, plan in exact.items()}
+        runners = {}
+        for name, plan in exact.items():
+            missing = {each: self._conversations[each] for each in self._order if (name, each) not in done}
+            runners[name] = measure_modes(self._engines[name], missing, self._modes, plan)
         with console.status(self._recording.name) as status:
             for place, number in enumerate(self._order):
                 order = variants if place % 2 == 0 else variants[::-1]
-                missing = [variant for variant in order if (variant.name, number) not in done]
-                if missing and time.monotonic() > deadline:
+                unmeasured = [variant for variant in order if (variant.name, number) not in done]
+                if unmeasured and time.monotonic() > deadline:
                     break
                 status.update(f"{self._recording.name}: {place} of {len(self._order)} conversations")
-                for variant in missing:
+                for variant in unmeasured:
                     charged = self._charged.get(variant.name)
                     with nullcontext() if charged is None else charged.charging():
-                        measured = list(runners[variant.name].measure(number, self._conversations[number]))
+                        measured = next(runners[variant.name])
                     result = ConversationResult(variant.name, number, measured)
                     self._file.append(result)
                     results.append(result)

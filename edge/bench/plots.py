@@ -1,7 +1,7 @@
 """The report of a measurement: an HTML page, or its plots as a PNG, drawn with matplotlib (the `bench` extra).
 
-Every plot is drawn once, with placeholder colours. In SVG these become CSS variables, so that one picture serves a
-light and a dark page. In PNG they become the colours of the light page.
+Every plot is drawn in the colours of a light page. In SVG these become CSS variables, so that one picture serves a light
+and a dark page.
 """
 
 from __future__ import annotations
@@ -25,22 +25,11 @@ from .clients import COLUMNS, ClientsResult
 from .ratios import RoundTimes
 from .table import acceptance_text, interval_text
 
-INK: Final = "#010101"
-FAINT: Final = "#020202"
-SERIES: Final = ("#010110", "#010111", "#010112", "#010113", "#010114", "#010115")
-"""Colours of the modes, in order; further modes share the last one."""
-LIGHT: Final = {
-    INK: "#1d2330",
-    FAINT: "#c3c9d4",
-    **dict(zip(SERIES, ("#1f6feb", "#d9730d", "#0f8a6a", "#a13fc0", "#b38600", "#6b7280"), strict=True)),
-}
-"""Colours of a light page by placeholder."""
-DARK: Final = {
-    INK: "#e4e8f0",
-    FAINT: "#454c5c",
-    **dict(zip(SERIES, ("#6ea8ff", "#ffa657", "#4fd1ab", "#d79bf0", "#e3c14f", "#a0a8b8"), strict=True)),
-}
-"""Colours of a dark page by placeholder."""
+LIGHT: Final = ("#1d2330", "#c3c9d4", "#1f6feb", "#d9730d", "#0f8a6a", "#a13fc0", "#b38600", "#6b7280")
+"""Colours of a light page: ink, faint lines, then the modes in order; further modes share the last one."""
+DARK: Final = ("#e4e8f0", "#454c5c", "#6ea8ff", "#ffa657", "#4fd1ab", "#d79bf0", "#e3c14f", "#a0a8b8")
+"""Colours of a dark page in the same order."""
+_INK, _FAINT, *_SERIES = LIGHT
 _STYLE: Final = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -52,34 +41,30 @@ _STYLE: Final = {
     "axes.titleweight": "bold",
     "axes.titlesize": 11.0,
     "legend.frameon": False,
+    "grid.color": _FAINT,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
 _WIDTH, _HEIGHT = 6.4, 3.3
 """Inches of a plot; those with bars have other heights."""
-_PARTS: Final = SERIES[3:]
+_PARTS: Final = _SERIES[3:]
 """Colours of the parts of a round, which differ from the first modes' colours."""
 
-Palette = dict[str, str]
-Draw = Callable[[Axes, Any, Palette], None]
+Draw = Callable[[Axes, Any], None]
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
-
-
-def css_variable(placeholder: str) -> str:
-    """Name of the CSS variable that replaces a placeholder colour."""
-    return f"--plot-{placeholder[1:]}"
 
 
 def png(result: BenchResult | ClientsResult) -> bytes:
     """All plots on one sheet, as a PNG file."""
-    plots, palette = list(_plots(result).values()), LIGHT
-    with mpl.rc_context(_style(palette)):
+    plots = list(_plots(result).values())
+    with mpl.rc_context(_STYLE):
         rows = [max(height for _, height in plots[i : i + 2]) for i in range(0, len(plots), 2)]
         figure = Figure(figsize=(2 * _WIDTH, sum(rows) + 0.6), layout="constrained", facecolor="white")
         conditions = result.conditions
         title = f"{conditions.model}: {conditions.source}{' (replay)' if conditions.replay else ''}"
-        figure.suptitle(title, color=palette[INK])
+        figure.suptitle(title, color=_INK)
         grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
         for number, (draw, _) in enumerate(plots):
-            draw(figure.add_subplot(grid[number // 2, number % 2]), result, palette)
+            draw(figure.add_subplot(grid[number // 2, number % 2]), result)
         target = BytesIO()
         figure.savefig(target, format="png", dpi=150)
     return target.getvalue()
@@ -100,29 +85,23 @@ def _plots(result: BenchResult | ClientsResult) -> dict[str, tuple[Draw, float]]
     return {**plots, "round": (_round, 1.35 + 0.32 * (bars + 1))}
 
 
-def _style(palette: Palette) -> dict[Any, Any]:
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    return {**_STYLE, **dict.fromkeys(names, palette[INK]), "grid.color": palette[FAINT]}
-
-
 def _svg(name: str, draw: Draw, height: float, result: BenchResult) -> str:
-    palette = {placeholder: placeholder for placeholder in LIGHT}
-    with mpl.rc_context({**_style(palette), "svg.hashsalt": name}):
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure.add_subplot(), result, palette)
+        draw(figure.add_subplot(), result)
         target = StringIO()
         figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = target.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)  # several plots share one page
-    for placeholder in palette:
-        text = text.replace(placeholder, f"var({css_variable(placeholder)})")
+    for number, colour in enumerate(LIGHT):
+        text = text.replace(colour, f"var(--plot-{number})")
     return text
 
 
-def _colour(number: int, palette: Palette) -> str:
-    return palette[SERIES[min(number, len(SERIES) - 1)]]
+def _colour(number: int) -> str:
+    return _SERIES[min(number, len(_SERIES) - 1)]
 
 
 def _legend(axes: Axes) -> None:
@@ -140,7 +119,7 @@ def _legend(axes: Axes) -> None:
     )
 
 
-def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
+def _speedup(axes: Axes, result: BenchResult) -> None:
     """Draw bars by category, the mean first, with whiskers for the confidence interval."""
     modes = result.modes
     labels = ["geometric mean", *(each.name for each in modes[0].categories)]
@@ -152,13 +131,13 @@ def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
         edges = np.array([each.interval or (each.value, each.value) for each in estimates])
         whiskers = np.abs(edges - values[:, None]).T
         places = np.arange(len(labels)) + (number - (len(modes) - 1) / 2) * height
-        axes.barh(places, values, height * 0.9, color=_colour(number, palette), label=mode.name)
-        axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=palette[INK], elinewidth=0.9, capsize=2)
+        axes.barh(places, values, height * 0.9, color=_colour(number), label=mode.name)
+        axes.errorbar(values, places, xerr=whiskers, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=2)
         furthest = max(furthest, float(edges.max()), float(values.max()))
         for place, value, edge in zip(places, values, edges.max(axis=1), strict=True):
             at = (max(edge, value), place)
             axes.annotate(f"{value:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8.5)
-    axes.axvline(1.0, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)))
+    axes.axvline(1.0, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.set(xlim=(0, furthest * 1.12), xlabel="speed relative to plain decoding", title="Speed-up by category")
     axes.set_yticks(range(len(labels)), labels)
     axes.get_yticklabels()[0].set_fontweight("bold")
@@ -169,12 +148,12 @@ def _speedup(axes: Axes, result: BenchResult, palette: Palette) -> None:
         _legend(axes)
 
 
-def _pass_cost(axes: Axes, result: BenchResult, palette: Palette) -> None:
+def _pass_cost(axes: Axes, result: BenchResult) -> None:
     """Draw the cost of a pass over m tokens beside the cost of m passes over one token."""
     ms = np.array(result.pass_cost_ms)
     widths = np.arange(1, len(ms) + 1)
-    axes.plot(widths, ms, color=_colour(0, palette), marker="o", markersize=4, label="one pass over m")
-    axes.plot(widths, ms[0] * widths, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="m passes over one")
+    axes.plot(widths, ms, color=_colour(0), marker="o", markersize=4, label="one pass over m")
+    axes.plot(widths, ms[0] * widths, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="m passes over one")
     axes.set(xlim=(0.5, len(ms) + 0.5), ylim=(0, float(ms.max()) * 1.15))
     axes.set_xticks(widths if len(widths) <= 16 else widths[::4])
     axes.grid(linewidth=0.6)
@@ -183,7 +162,7 @@ def _pass_cost(axes: Axes, result: BenchResult, palette: Palette) -> None:
     _legend(axes)
 
 
-def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
+def _depth(axes: Axes, result: BenchResult) -> None:
     """Draw the acceptance rate of the draft tokens at each depth."""
     for number, mode in enumerate(result.modes):
         counts = mode.stats.by_depth
@@ -193,7 +172,7 @@ def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
         rates = [100 * each.acceptance_rate if each.drafted else np.nan for each in counts]
         largest = max(each.drafted for each in counts)
         sizes = [10 + 90 * each.drafted / largest for each in counts]
-        colour = _colour(number, palette)
+        colour = _colour(number)
         axes.plot(depths, rates, color=colour, linewidth=1.4, label=mode.name)
         axes.scatter(depths, rates, sizes, color=colour, zorder=3)
     axes.set_xlim(left=0.5)
@@ -205,7 +184,7 @@ def _depth(axes: Axes, result: BenchResult, palette: Palette) -> None:
         _legend(axes)
 
 
-def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
+def _round(axes: Axes, result: BenchResult) -> None:
     """Draw where the milliseconds of a token go."""
     labels = list(result.stats)
     tokens = np.array([stats.tokens_per_pass for stats in result.stats.values()])
@@ -214,7 +193,7 @@ def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
     for number, (name, part) in enumerate((("target pass", "target"), ("draft passes", "draft"), ("host", "host"))):
         widths = np.array([getattr(times, part) for times in rounds]) / tokens
         if widths.any():
-            axes.barh(labels, widths, 0.62, left, color=palette[_PARTS[number]], label=name)
+            axes.barh(labels, widths, 0.62, left, color=_PARTS[number], label=name)
         left += widths
     for place, total in enumerate(left):
         axes.annotate(f"{total:.2f}", (float(total), place), (4, 0), textcoords="offset points", va="center")
@@ -225,12 +204,12 @@ def _round(axes: Axes, result: BenchResult, palette: Palette) -> None:
     _legend(axes)
 
 
-def _clients_rate(axes: Axes, result: ClientsResult, palette: Palette) -> None:
+def _clients_rate(axes: Axes, result: ClientsResult) -> None:
     """Draw the rate of all clients together, beside one client's rate times their number."""
     counts, rates = ([row[name] for row in result.rows] for name in ("clients", "tokens_per_second"))
-    axes.plot(counts, rates, color=_colour(0, palette), marker="o", markersize=4, label="all clients together")
+    axes.plot(counts, rates, color=_colour(0), marker="o", markersize=4, label="all clients together")
     most = [rates[0] * count for count in counts]
-    axes.plot(counts, most, color=palette[INK], linewidth=1, linestyle=(0, (4, 3)), label="one client, times clients")
+    axes.plot(counts, most, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="one client, times clients")
     axes.set(
         xticks=counts, ylim=(0, max(rates) * 1.3), xlabel="clients", ylabel="tokens per second", title="Throughput"
     )
@@ -238,13 +217,13 @@ def _clients_rate(axes: Axes, result: ClientsResult, palette: Palette) -> None:
     _legend(axes)
 
 
-def _clients_times(axes: Axes, result: ClientsResult, palette: Palette) -> None:
+def _clients_times(axes: Axes, result: ClientsResult) -> None:
     """Draw the times of a request: medians with solid lines, 95th percentiles with dashed ones."""
     counts = [row["clients"] for row in result.rows]
     for number, name in enumerate(COLUMNS[2:]):
         line, label = ("--" if number % 2 else "-"), name.removesuffix("_ms").replace("_", " ")
         values = [row[name] for row in result.rows]
-        axes.plot(counts, values, line, color=_colour(number // 2, palette), marker="o", markersize=4, label=label)
+        axes.plot(counts, values, line, color=_colour(number // 2), marker="o", markersize=4, label=label)
     axes.set(xticks=counts, yscale="log", xlabel="clients", ylabel="milliseconds", title="Times of a request")
     axes.grid(linewidth=0.6)
     _legend(axes)
@@ -275,8 +254,8 @@ def page(result: BenchResult) -> str:
         stats=result.stats,
         rounds={name: RoundTimes.of(stats) for name, stats in result.stats.items()},
         plots={name: _svg(name, *plot, result) for name, plot in _plots(result).items()},
-        light={css_variable(name): colour for name, colour in LIGHT.items()},
-        dark={css_variable(name): colour for name, colour in DARK.items()},
+        light=LIGHT,
+        dark=DARK,
         facts=_facts(result),
         notes=result.notes,
         reasons={mode.name: result.reason_without_ratio(mode) for mode in result.modes},

@@ -8,14 +8,16 @@ later turn contains the answers of plain decoding to the earlier turns or, in a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Final, NamedTuple
 
 from ...errors import ContextError, InputError
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
+from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
@@ -119,16 +121,16 @@ def encode_turn(
 
 def measure_modes(
     engine: Engine,
-    conversations: Sequence[Conversation],
+    conversations: Mapping[int, Conversation],
     modes: Sequence[DecodingMode],
     settings: BenchSettings,
     progress: Progress = silent,
-) -> list[MeasuredTurn]:
-    """Answer every measured turn with plain decoding and in every mode.
+) -> Iterator[list[MeasuredTurn]]:
+    """Answer every measured turn with plain decoding and in every mode; yields the turns of each conversation.
 
     Args:
         engine: the model.
-        conversations: what to answer.
+        conversations: what to answer, by index; at least one.
         modes: decoding modes other than plain decoding.
         settings: what is the same for all modes.
         progress: called with the fraction of the measured turns that are done.
@@ -136,73 +138,57 @@ def measure_modes(
     Raises:
         ContextError: a prompt cannot be shortened enough to fit the context.
     """
-    runner = ConversationRunner(engine, modes, settings)
-    total = sum(map(settings.measured_turns, conversations))
+    modes = (PLAIN_MODE, *modes)
+    answer = partial(_answer, engine, settings.options, {mode.name: engine.new_sequence() for mode in modes})
+    total, done = sum(map(settings.measured_turns, conversations.values())), 0
     progress("measuring", 0.0)
-    measured = []
-    for turn in (turn for number, each in enumerate(conversations) for turn in runner.measure(number, each)):
-        measured.append(turn)
-        progress("measuring", len(measured) / total)
-    return measured
-
-
-class ConversationRunner:
-    """Answers the turns of conversations in every mode, each with its cache; plain decoding is the first mode.
-
-    Args:
-        engine: the model.
-        modes: decoding modes other than plain decoding.
-        settings: what is the same for all modes.
-    """
-
-    def __init__(self, engine: Engine, modes: Sequence[DecodingMode], settings: BenchSettings) -> None:
-        self._engine = engine
-        self._modes = (PLAIN_MODE, *modes)
-        self._settings = settings
-        self._caches = {mode.name: engine.new_sequence() for mode in self._modes}
-        self._done = 0
-        self._warm = False
-
-    def measure(self, number: int, conversation: Conversation) -> Iterator[MeasuredTurn]:
-        """Measure the turns of one conversation, whose index is `number`.
-
-        Raises:
-            ContextError: a prompt cannot be shortened enough to fit the context.
-        """
-        settings = self._settings
-        if not self._warm:  # the first passes allocate memory, and may measure the pass cost
-            brief = replace(settings, max_tokens=min(_WARM_UP_TOKENS, settings.max_tokens))
-            tokens = encode_turn(self._engine, brief, conversation.exchanges[0])
-            for mode in self._modes if tokens.answer != [] else ():
-                self._answer(mode, tokens, brief.max_tokens)
-            self._warm = True
+    # The first passes allocate memory, and may measure the pass cost.
+    brief = replace(settings, max_tokens=min(_WARM_UP_TOKENS, settings.max_tokens))
+    tokens = encode_turn(engine, brief, next(iter(conversations.values())).exchanges[0])
+    for mode in modes if tokens.answer != [] else ():
+        answer(mode, tokens, brief.max_tokens)
+    for number, conversation in conversations.items():
+        measured: list[MeasuredTurn] = []
         history: list[Exchange] = []
-        last = max((turn for turn in range(1, len(conversation.exchanges) + 1) if turn in settings.turns), default=0)
+        last = settings.turns[-1] if settings.measured_turns(conversation) else 0
         for turn, exchange in enumerate(conversation.exchanges[:last], 1):
-            tokens, answer = encode_turn(self._engine, settings, exchange, history), ""
+            tokens, text = encode_turn(engine, settings, exchange, history), ""
             if turn in settings.turns and tokens.answer != []:
-                start = self._done % len(self._modes)  # the mode that starts changes from turn to turn
-                order = (*self._modes[start:], *self._modes[:start])
-                replies = {mode.name: self._answer(mode, tokens, settings.max_tokens) for mode in order}
+                start = done % len(modes)  # the mode that starts changes from turn to turn
+                order = (*modes[start:], *modes[:start])
+                replies = {mode.name: answer(mode, tokens, settings.max_tokens) for mode in order}
                 said = {mode: (reply.text, reply.stats.completion_tokens) for mode, reply in replies.items()}
-                yield MeasuredTurn(
-                    conversation.category,
-                    number,
-                    turn,
-                    {mode: reply.stats for mode, reply in replies.items()},
-                    frozenset(mode for mode in said if said[mode] != said[PLAIN] and not settings.replay),
-                    replies[PLAIN].stats.prompt_tokens,
-                    tokens.shortened,
+                measured.append(
+                    MeasuredTurn(
+                        conversation.category,
+                        number,
+                        turn,
+                        {mode: reply.stats for mode, reply in replies.items()},
+                        frozenset(mode for mode in said if said[mode] != said[PLAIN] and not settings.replay),
+                        replies[PLAIN].stats.prompt_tokens,
+                        tokens.shortened,
+                    )
                 )
-                answer = replies[PLAIN].text
-                self._done += 1
+                text = replies[PLAIN].text
+                done += 1
+                progress("measuring", done / total)
             elif not settings.replay:
-                answer = self._answer(PLAIN_MODE, tokens, settings.max_tokens).text
-            history.append(exchange if settings.replay else Exchange(exchange.prompt, answer))
+                text = answer(PLAIN_MODE, tokens, settings.max_tokens).text
+            history.append(exchange if settings.replay else Exchange(exchange.prompt, text))
+        yield measured
 
-    def _answer(self, mode: DecodingMode, tokens: TurnTokens, max_tokens: int) -> Reply:
-        cache = self._caches[mode.name]
-        options = replace(self._settings.options, speculation=mode.speculation, max_tokens=max_tokens)
-        if tokens.answer is None:
-            return Reply.of(self._engine.answer(tokens.prompt, options, cache))
-        return Reply.of(self._engine.replay(cache, tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode))
+
+def _answer(
+    engine: Engine,
+    options: GenerateOptions,
+    caches: Mapping[str, CachedSequence],
+    mode: DecodingMode,
+    tokens: TurnTokens,
+    max_tokens: int,
+) -> Reply:
+    options = replace(options, speculation=mode.speculation, max_tokens=max_tokens)
+    if tokens.answer is None:
+        return Reply.of(engine.answer(tokens.prompt, options, caches[mode.name]))
+    return Reply.of(
+        engine.replay(caches[mode.name], tokens.prompt, tokens.answer, options, oracle_mode=mode.oracle_mode)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -137,7 +138,8 @@ def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, opti
     with open_model(model, load) as engine:
         meter = LoadMeter(engine.threads)
         with ProgressDisplay() as progress:
-            measured = measure_modes(engine, conversations, modes, settings, progress)
+            found = measure_modes(engine, dict(enumerate(conversations)), modes, settings, progress)
+            measured = list(chain.from_iterable(found))
         conditions = _conditions(engine, load, settings, options, source, len(conversations))
         return BenchResult.of(measured, conditions, engine, meter)
 

@@ -230,7 +230,8 @@ def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
     assert "a &lt;b&gt;model&lt;/b&gt;" in text
     assert "<b>model" not in text
     assert "Replay: the tokens are those of a recording" in text
-    assert not re.search(r"#01011[0-9]|#01010[0-9]|#020202", text.split("</style>")[1]), "placeholders are variables"
+    assert not re.search("|".join(report.LIGHT), text.split("</style>")[1]), "colours are variables"
+    assert all(f"var(--plot-{number})" in text for number in range(3))
     assert "prefers-color-scheme: dark" in text
     report.write_report(path.with_suffix(".PNG"), result([turn("a", 0, 1.0, 0.5)]))
     assert path.with_suffix(".PNG").read_bytes().startswith(b"\x89PNG")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,11 @@ def measured(
 ) -> list[MeasuredTurn]:
     fractions: list[float] = []
     with edgerun.load(bundle) as engine:
-        found = measure_modes(engine, conversations, modes, settings, lambda _, fraction: fractions.append(fraction))
+        numbered = dict(enumerate(conversations))
+        found = measure_modes(engine, numbered, modes, settings, lambda _, fraction: fractions.append(fraction))
+        turns = list(chain.from_iterable(found))
     assert fractions == [done / (len(fractions) - 1) for done in range(len(fractions))]
-    return found
+    return turns
 
 
 def test_each_pass_emits_its_accepted_tokens_and_one_more(tiny_bundle: Path) -> None:
