@@ -1,7 +1,7 @@
 """The report of a measurement: an HTML page, or its plots as a PNG, drawn with matplotlib (the `bench` extra).
 
-Every plot is drawn in the colours of a light page. In SVG these become CSS variables, so that one picture serves a light
-and a dark page.
+Every plot is drawn in the colours of a light page. In SVG these become CSS variables, so that one picture serves a
+light and a dark page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIGHT: Final = ("#1d2330", "#c3c9d4", "#1f6feb", "#d9730d", "#0f8a6a", "#a13fc0"
 DARK: Final = ("#e4e8f0", "#454c5c", "#6ea8ff", "#ffa657", "#4fd1ab", "#d79bf0", "#e3c14f", "#a0a8b8")
 """Colours of a dark page in the same order."""
 _INK, _FAINT, *_SERIES = LIGHT
-_STYLE: Final = {
+_STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10.0,
@@ -46,8 +46,6 @@ _STYLE: Final = {
 }
 _WIDTH, _HEIGHT = 6.4, 3.3
 """Inches of a plot; those with bars have other heights."""
-_PARTS: Final = _SERIES[3:]
-"""Colours of the parts of a round, which differ from the first modes' colours."""
 
 Draw = Callable[[Axes, Any], None]
 _TEMPLATE: Final = Path(__file__).parent / "report.html.jinja"
@@ -185,7 +183,7 @@ def _depth(axes: Axes, result: BenchResult) -> None:
 
 
 def _round(axes: Axes, result: BenchResult) -> None:
-    """Draw where the milliseconds of a token go."""
+    """Draw where the milliseconds of a token go, in other colours than those of the first modes."""
     labels = list(result.stats)
     tokens = np.array([stats.tokens_per_pass for stats in result.stats.values()])
     rounds = [RoundTimes.of(stats) for stats in result.stats.values()]
@@ -193,7 +191,7 @@ def _round(axes: Axes, result: BenchResult) -> None:
     for number, (name, part) in enumerate((("target pass", "target"), ("draft passes", "draft"), ("host", "host"))):
         widths = np.array([getattr(times, part) for times in rounds]) / tokens
         if widths.any():
-            axes.barh(labels, widths, 0.62, left, color=_PARTS[number], label=name)
+            axes.barh(labels, widths, 0.62, left, color=_SERIES[3 + number], label=name)
         left += widths
     for place, total in enumerate(left):
         axes.annotate(f"{total:.2f}", (float(total), place), (4, 0), textcoords="offset points", va="center")

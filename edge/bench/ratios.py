@@ -178,10 +178,8 @@ def _category(name: str, turns: Sequence[MeasuredTurn], mode: str, sampled: Floa
 
 
 def _grouped(turns: Sequence[MeasuredTurn], field: str) -> dict[Any, list[MeasuredTurn]]:
-    groups: dict[Any, list[MeasuredTurn]] = {}
-    for turn in turns:
-        groups.setdefault(getattr(turn, field), []).append(turn)
-    return groups
+    values = dict.fromkeys(getattr(turn, field) for turn in turns)
+    return {value: [turn for turn in turns if getattr(turn, field) == value] for value in values}
 
 
 def _totals(turns: Sequence[MeasuredTurn], mode: str) -> tuple[Stats, Stats]:

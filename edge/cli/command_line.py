@@ -114,18 +114,16 @@ def run_command(given: list[str]) -> int:
         command_line = _command_line(given[0])
         with CommandInterrupts(), showing_warnings(), panic_messages_hidden():
             result = command_line(_one_value_each(given), prog_name="edge-run", standalone_mode=False)
-    except EdgeError as error:
-        if "--debug" in given:
-            write_error(traceback.format_exc().rstrip())
-        return _fail(str(error), error.exit_code)
     except TyperException as error:
         help_command = "edge-run --help" if given[0] in _GLOBAL_OPTIONS else f"edge-run {given[0]} --help"
         return _fail(f"{error.format_message().rstrip('.')}; see {help_command}", 2)
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
-    except (OSError, MemoryError) as error:
+    except (EdgeError, OSError, MemoryError) as error:
         if "--debug" in given:
             write_error(traceback.format_exc().rstrip())
+        if isinstance(error, EdgeError):
+            return _fail(str(error), error.exit_code)
         return _fail(_system_refusal(error), 1)
     return result if isinstance(result, int) else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from enum import Enum
 from typing import Any, Final
 
 from rich.table import Table
@@ -159,21 +160,21 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
         "head_weights": str(manifest.weights["head"]),
         "bits_per_weight_read": None if read is None else round(read, 3),
         "bits_per_weight_in_file": round(manifest.bits_per_weight, 3),
-        "quantization_plan": {name: _described(weight_format) for name, weight_format in manifest.weights.items()},
+        "quantization_plan": {name: {"format": str(each), **_given(each)} for name, each in manifest.weights.items()},
         "calibration": None if calibration is None else asdict(calibration),
         "quality": dict(manifest.quality),
         "quality_measured_on": text if manifest.quality else None,
         "parity": dict(manifest.parity),
-        "variants": [_variant(variant) for variant in manifest.variants],
+        "variants": list(map(_given, manifest.variants)),
         "files": {name: digest.bytes for name, digest in manifest.files.items()},
         "made_by": manifest.command or manifest.producer,
     }
 
 
-def _variant(variant: VariantFile) -> dict[str, Any]:
-    """A variant of the graph for another device, as plain values."""
-    values = {**asdict(variant), "device": variant.device.value, "providers": list(variant.providers)}
-    return {name: value for name, value in values.items() if value not in (None, [], False)}
+def _given(record: VariantFile | WeightFormat) -> dict[str, Any]:
+    """The fields of a record that have a value, as plain values."""
+    given = {name: value for name, value in asdict(record).items() if value}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
 
 
 def _draft(bundle: Bundle) -> dict[str, Any] | None:
@@ -193,12 +194,6 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     if pair.target_ids is not None:
         facts["head_tokens"] = pair.target_ids.size
     return facts
-
-
-def _described(weight_format: WeightFormat) -> dict[str, Any]:
-    """A weight format as plain values."""
-    values = {**asdict(weight_format), "method": weight_format.method and weight_format.method.value}
-    return {"format": str(weight_format), **{name: value for name, value in values.items() if value}}
 
 
 def _cache(graph_io: GraphIO) -> str:

@@ -208,16 +208,14 @@ def _conversations(files: Sequence[Path], made: type[PromptConversation]) -> lis
     Raises:
         InputError: a file cannot be read, or has no prompts.
     """
-    found: dict[PromptConversation, None] = {}
+    found: list[PromptConversation] = []
     for path in files:
         content = read_text(path)
         if content.lstrip().startswith("{") and "messages" in (rows := json_lines(content, path))[0]:
-            for number, row in enumerate(rows, 1):
-                found.setdefault(made(*_said(row, path, number)))
+            found += [made(*_said(row, path, number)) for number, row in enumerate(rows, 1)]
         else:
-            for each in read_prompts(path):
-                found.setdefault(made(tuple(exchange.prompt for exchange in each.exchanges)))
-    return list(found)
+            found += [made(tuple(exchange.prompt for exchange in each.exchanges)) for each in read_prompts(path)]
+    return list(dict.fromkeys(found))
 
 
 def _said(row: dict[str, Any], path: Path, number: int) -> tuple[tuple[str, ...], str | None]:

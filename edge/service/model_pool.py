@@ -325,10 +325,8 @@ class ModelPool(AbstractContextManager["ModelPool"]):
                 if self._fits(needed, others):
                     model.bytes = needed
                     return
-                if not self._fits(needed, []):
-                    raise self._no_room(model, needed, [], ErrorCode.MODEL)
                 if not self._fits(needed, kept := [other for other in others if other.kept]):
-                    raise self._no_room(model, needed, kept, ErrorCode.BUSY)
+                    raise self._no_room(model, needed, kept)
                 if self._fits(needed, [other for other in others if not other.idle]):
                     self._unload(min((other for other in others if other.idle), key=lambda other: other.idle_since))
                 else:
@@ -337,13 +335,15 @@ class ModelPool(AbstractContextManager["ModelPool"]):
     def _fits(self, needed: int, others: Sequence[PooledModel]) -> bool:
         return self.max_bytes is None or needed + sum(other.bytes for other in others) <= self.max_bytes
 
-    def _no_room(self, model: PooledModel, needed: int, kept: Sequence[PooledModel], code: ErrorCode) -> RequestError:
+    def _no_room(self, model: PooledModel, needed: int, kept: Sequence[PooledModel]) -> RequestError:
         limit = format_bytes(self.max_bytes or 0)
         what = f"{model.entry.id} takes {format_bytes(needed)} of memory, and models may take {limit}"
-        if not kept:
-            return RequestError(what, "choose a smaller model, or raise the limit", code=code, param="model")
+        if not self._fits(needed, []):
+            hint = "choose a smaller model, or raise the limit"
+            return RequestError(what, hint, code=ErrorCode.MODEL, param="model")
         held = ", ".join(f"{other.entry.id} ({format_bytes(other.bytes)})" for other in kept)
-        return RequestError(f"{what}, of which open sessions hold {held}", "close sessions", code=code, param="model")
+        what += f", of which open sessions hold {held}"
+        return RequestError(what, "close sessions", code=ErrorCode.BUSY, param="model")
 
     def _check_wanted(self, model: PooledModel) -> None:
         """Raise if nobody waits for a model that is being loaded, so that loading ends; the lock is held."""
