@@ -83,13 +83,7 @@ def complete_bundle(
         OSError: The disk refused a write.
     """
     config, plan, text, times = content.config, model.plan, model.text, model.times
-    progress(_STAGE, 0.0)
-    quality = model.evaluator.divergence(plan)
-    # The matrices of a large model must not stay in memory while the bundle is measured.
-    model.evaluator.release()
-    shipped = model.evaluator.divergence_of_bundle(folder)
-    model.evaluator.release()
-    progress(_STAGE, 0.5)
+    quality, shipped = _quality(folder, model, progress)
     calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
     change_manifest(folder, calibration=calibration, quality=shipped.as_mapping())
@@ -123,6 +117,18 @@ def complete_bundle(
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
     write_report(folder, report)
     return report
+
+
+def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[Divergence, Divergence]:
+    """Divergences of the model with its quantized weights, and of the bundle as ONNX Runtime computes it."""
+    progress(_STAGE, 0.0)
+    quality = model.evaluator.divergence(model.plan)
+    # The matrices of a large model must not stay in memory while the bundle is measured.
+    model.evaluator.release()
+    shipped = model.evaluator.divergence_of_bundle(folder)
+    model.evaluator.release()
+    progress(_STAGE, 0.5)
+    return quality, shipped
 
 
 def _notes(plan: QuantPlan) -> list[str]:

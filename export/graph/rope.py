@@ -97,8 +97,7 @@ class Yarn:
         if self.attention_factor is not None:
             return frequencies, self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            scale = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
-            return frequencies, scale
+            return frequencies, _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return frequencies, _magnitude(self.factor, 1.0)
 
     def _pair_at(self, turns: float, base: float, dim: int) -> float:
