@@ -59,9 +59,8 @@ class EventChannel:
         listener = EventListener()
         with self._lock:
             self._listeners.add(listener)
-            closed = self._closed
-        if closed:
-            listener.end()
+            if self._closed:
+                listener.end()
         try:
             yield listener
         finally:

@@ -24,16 +24,13 @@ def show(console: Console, result: BenchResult | ClientsResult) -> None:
     console.print(_heading(result.conditions))
     for line in result.headlines:
         console.print(Text(f"  {line}.", "bold"), soft_wrap=True)
-    for mode in result.modes:
-        console.print(_categories(mode))
-    if len(result.modes) > 1:
-        console.print(_modes(result))
-    drafters = _drafters(result)
-    if drafters.row_count:
-        console.print(drafters)
-    console.print(_rounds(result))
+    tables = [*map(_categories, result.modes), *([_modes(result)] if len(result.modes) > 1 else [])]
+    tables += [_drafters(result), _rounds(result)]
     if any(mode.stats.by_depth for mode in result.modes):
-        console.print(_depths(result))
+        tables.append(_depths(result))
+    for table in tables:
+        if table.row_count:
+            console.print(table)
     for note in result.notes:
         console.print(f"  {note}", soft_wrap=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ...errors import ContextError
@@ -126,9 +126,7 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
         "tokens_per_pass": stats.tokens_per_pass,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        "drafters": {
-            name: {"drafted": counts.drafted, "accepted": counts.accepted} for name, counts in stats.by_source.items()
-        },
+        "drafters": {name: asdict(counts) for name, counts in stats.by_source.items()},
         "trimmed": list(trimmed),
     }
 

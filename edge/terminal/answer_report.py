@@ -158,11 +158,9 @@ def _best_of_json(chosen: BestOf) -> dict[str, Any]:
     return {
         "candidates": [
             {
-                "seed": each.seed,
-                "tokens": each.tokens,
+                **asdict(each),
                 "mean_logprob": each.mean_logprob if math.isfinite(each.mean_logprob) else None,
                 "finish_reason": None if each.finish_reason is None else each.finish_reason.value,
-                "choice": each.choice,
             }
             for each in chosen.candidates
         ],
