@@ -42,7 +42,9 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
     """
     # Opening a device can have effects, so it is looked at first; between the two it may have been replaced.
     _check(os.stat(path), path, max_bytes)
-    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115  the caller closes it
+    # Without O_NONBLOCK, opening a pipe waits for a writer. For regular files it makes no difference.
+    without_waiting = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | without_waiting))  # noqa: SIM115
     try:
         _check(os.fstat(file.fileno()), path, max_bytes)
     except OSError:
@@ -97,11 +99,6 @@ def require_replaceable(path: Path) -> None:
         return
     except ValueError as error:  # it has a null byte
         raise UnsuitableFileError(errno.EINVAL, str(error), str(path)) from error
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Without O_NONBLOCK, opening a pipe waits for a writer. For regular files it makes no difference.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _check(status: os.stat_result, path: Path, max_bytes: int | None) -> None:

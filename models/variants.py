@@ -175,8 +175,7 @@ def _in_folder(folder: PurePosixPath, paths: Sequence[PurePosixPath], named: str
     """List a folder's decoders: the one its configuration names, else those with known names, else all graphs."""
     graphs = [path for path in paths if path.parent == folder and path.suffix == ".onnx"]
     if named is not None:
-        graphs = [path for path in graphs if path.name == named]
-        return [_candidate(path) for path in graphs]
+        return [_candidate(path) for path in graphs if path.name == named]
     by_precision: dict[str, dict[str, PurePosixPath]] = {}
     for path in graphs:
         if match := _GRAPH_NAME.fullmatch(path.stem):

@@ -200,7 +200,10 @@ class PassCost:
         index = _bucket_of(context)
         speed, curve = self._curves.get(index, _NO_CURVE)
         if curve.size < max_width:
-            curve = self._make_curve(index, max(max_width, 32))
+            bucket = self._nearest(index)
+            level = self._speed + (_median(bucket.first_residuals) if bucket.first_residuals else 0.0)
+            make = interpolated if self.stairs is None else staircase
+            curve = make(bucket.knots, np.arange(1, max(max_width, 32) + 1)) * math.exp(level)
         elif speed != self._speed:
             curve = curve * math.exp(self._speed - speed)
         curve.flags.writeable = False
@@ -270,13 +273,6 @@ class PassCost:
             return own
         known = [other for other, bucket in self._buckets.items() if bucket.first_residuals is None]
         return self._buckets[min(known, key=lambda other: (abs(other - index), other))]
-
-    def _make_curve(self, index: int, max_width: int) -> npt.NDArray[np.float64]:
-        bucket = self._nearest(index)
-        level = self._speed + (_median(bucket.first_residuals) if bucket.first_residuals else 0.0)
-        make = interpolated if self.stairs is None else staircase
-        curve: npt.NDArray[np.float64] = make(bucket.knots, np.arange(1, max_width + 1)) * math.exp(level)
-        return curve
 
     def to_json(self) -> dict[str, Any]:
         """The measurements as a JSON object that `from_json` reads."""

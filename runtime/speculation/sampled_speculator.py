@@ -199,7 +199,7 @@ def verify_recursive(
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
             if uniform < acceptance_probability(rest, proposal, token):
                 return token
-            rest, proposal = after_rejecting(rest, proposal, token)
+            rest, proposal = rest.residual(proposal), proposal.without(token)
         return rest.draw(uniform_at(seed, at))
 
     return walk_tree(tree, choose, sampler, position, ends, max_tokens)
@@ -215,8 +215,3 @@ def acceptance_probability(rest: Distribution, proposal: Distribution, token: in
     """
     proposed = proposal.probability(token)
     return min(1.0, rest.probability(token) / proposed) if proposed > 0 else 0.0
-
-
-def after_rejecting(rest: Distribution, proposal: Distribution, token: int) -> tuple[Distribution, Distribution]:
-    """What is left of the target's distribution, and the next child's distribution, once `token` was rejected."""
-    return rest.residual(proposal), proposal.without(token)

@@ -103,8 +103,7 @@ class MessageMarks:
             # A key that is a name stays as it is: a template may look it up.
             marked = {}
             for key, part in value.items():
-                is_name = not isinstance(key, str) or key.isidentifier()
-                name = key if is_name else self._marked(key, mark)
+                name = self._marked(key, mark) if isinstance(key, str) and not key.isidentifier() else key
                 marked[name] = self._marked(part, mark, borders=key not in _JOINED_KEYS)
             return marked
         if isinstance(value, (list, tuple)):

@@ -16,7 +16,6 @@ from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingP
 from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
 from edgerun.runtime.speculation.sampled_speculator import (
     acceptance_probability,
-    after_rejecting,
     block_acceptance,
     verify_block,
     verify_recursive,
@@ -115,7 +114,7 @@ def recursive_outcomes(p: Model, q: Model, widths: Sequence[int], text: Text = (
                 for emitted, more in recursive_outcomes(p, q, widths[1:], (*text, token)):
                     yield emitted, chance * taken * more
             chance *= 1 - taken
-            rest, proposal = after_rejecting(rest, proposal, token)
+            rest, proposal = rest.residual(proposal), proposal.without(token)
         yield from (((*text, token), chance * last) for token, last in items(rest))
 
 
