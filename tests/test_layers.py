@@ -19,8 +19,8 @@ ONLY_IN = {
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),
-    "mcp": ("edge/app/tools/mcp_connection.py",),
-    "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/"),
+    "mcp": ("edge/tools/mcp_connection.py",),
+    "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/", "edge/tools/"),
     "torch": ("export/draft_training/",),
     "transformers": (),
 }

@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, UnsetType
 from ..conversations.store import ConversationStore
 from ..server.server_settings import ServerSettings
 from ..service.model_pool import ModelPool
+from ..tools.tool_servers import ToolServers
 from .event_channel import EventChannel
-from .tools.tool_servers import ToolServers
 
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "theme": "system",

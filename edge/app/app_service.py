@@ -26,13 +26,13 @@ from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
 from ..server.http_protocol import ProtocolRoute
 from ..server.json_endpoint import JsonRoute
+from ..tools.tool_settings import read_configuration
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling, conversation_routes
 from .generations import Generations
 from .models.model_endpoints import ModelServices, model_routes
 from .page_files import PageFiles, PageHeaders, index_page
-from .tools.tool_settings import read_configuration
 
 _log: Final = logging.getLogger(__name__)
 _POLL_S: Final = 1.0

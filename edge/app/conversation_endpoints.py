@@ -21,9 +21,9 @@ from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, R
 from ..server.json_endpoint import JsonRoute
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
+from ..tools.call_rounds import Decision
 from .app_context import AppContext
 from .generations import Generations, writing_error
-from .message_generation import Decision
 
 _MAX_VARIANTS: Final = 8
 """Largest number of answers that one request asks for."""

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from msgspec import structs
-
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.find import BUNDLED_MODEL
 from ...runtime.decode import FinishReason
@@ -19,15 +17,13 @@ from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
-from ...runtime.tools.calls import joined_calls
-from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
 from ..conversations.answering import END_STATES, fit_context, is_small_talk, stats_object, takes_calls
-from ..conversations.conversation_table import parsed
-from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
+from ..conversations.records import MessageState, StoredMessage
+from ..tools.call_rounds import ToolCaller
+from ..tools.mcp_connection import ServerTool
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
 from .models.model_catalog import record_speed
-from .tools.mcp_connection import ServerTool
 
 _log: Final = logging.getLogger(__name__)
 _ALTERNATIVES: Final = 5
@@ -126,44 +122,19 @@ class GenerationRun:
         Raises:
             EdgeError: it cannot be generated.
         """
-        cancellation = generation.cancellation
+        context, cancellation = self._context, generation.cancellation
+
+        def generate() -> None:
+            with context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
+                for _ in self._generate(engine, [generation], cancellation):
+                    pass
+
         try:
-            for _ in range(MAX_ROUNDS):
-                writer = generation.writer
-                if writer.rounds and not writer.rounds[-1].decided and not writer.content:
-                    self._make_calls(generation)
-                with self._context.pool.use(self._model, self._progress, cancellation=cancellation) as engine:
-                    for _ in self._generate(engine, [generation], cancellation):
-                        pass
-                calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(generation.calls))
-                if not calls:
-                    return
-                writer = generation.writer
-                generation.set_rounds([*writer.rounds, CallRound(writer.content.strip(), calls)])
-                if generation.state is not MessageState.COMPLETE:
-                    return
+            ToolCaller(context.store, context.tools, self._tools).run(generation, generate)
         except CancelledError:
             if not cancellation.cancelled:
                 raise
             generation.state, generation.stats = generation.state_if_cancelled, None
-        else:
-            generation.state = MessageState.LENGTH
-
-    def _make_calls(self, generation: MessageGeneration) -> None:
-        """Make the calls of the last round that have no results, one after another.
-
-        Raises:
-            CancelledError: the generation was cancelled; calls without results wait again.
-            ConversationError: the conversation was deleted, or the file cannot be written.
-        """
-        try:
-            for call in generation.writer.rounds[-1].calls:
-                if call.result is None:
-                    _make(self._context, generation, call, self._tools.get(call.name))
-        except CancelledError:
-            *before, last = generation.writer.rounds
-            generation.set_rounds([*before, last.undecided()])
-            raise
 
     def _generate(
         self, engine: Engine, generations: Sequence[MessageGeneration], cancellation: Cancellation
@@ -246,29 +217,3 @@ class GenerationRun:
         elif options.seed is not None:  # the seed that it has among several answers at a time
             changes["seed"] = options.seed + self.generations.index(generations[0])
         return options.changed(changes)
-
-
-def _make(context: AppContext, generation: MessageGeneration, call: StoredCall, tool: ServerTool | None) -> None:
-    def show(state: CallState, result: str | None = None) -> None:
-        *before, last = generation.writer.rounds
-        changed = structs.replace(call, state=state, result=result)
-        calls = tuple(changed if each.id == call.id else each for each in last.calls)
-        generation.set_rounds([*before, structs.replace(last, calls=calls)])
-
-    values = values if isinstance(values := parsed(call.arguments, {}), dict) else {}
-    problem = f"there is no tool {call.name} any more" if tool is None else tool.problem(values)
-    if tool is None or problem:
-        show(CallState.FAILED, f"error: {problem}")
-        return
-    allowed = context.store.conversation(generation.conversation).allowed_tools
-    if tool.id not in allowed:
-        decision = generation.wait_for_decision(call.id)
-        if decision == "refuse":
-            show(CallState.REFUSED, DECLINED)
-            return
-        if decision == "always":
-            context.store.change(generation.conversation, allowed_tools=[*allowed, tool.id])
-    generation.cancellation.check()
-    show(CallState.RUNNING)
-    text, failed = context.tools.call(tool, values, generation.cancellation)
-    show(CallState.FAILED if failed else CallState.DONE, text)

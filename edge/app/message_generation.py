@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 from ...errors import EdgeError
 from ...runtime.result import Chunk
@@ -15,18 +15,15 @@ from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
 from ...runtime.tools.calls import ToolCallDelta
 from ..conversations.answering import MessageWriter
-from ..conversations.records import CallRound, MessageState, ReasoningText, StoredMessage
+from ..conversations.records import CallRound, MessageState, ReasoningText, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
+from ..tools.call_rounds import Decision
 from .event_channel import EventChannel
 
 _PROGRESS_S: Final = 0.1
 """Least time between two events of progress of one stage, in seconds."""
 _PUBLISH_S: Final = 1 / 30
 """Least time between two pieces of text for the windows, in seconds."""
-
-
-Decision: TypeAlias = Literal["run", "always", "refuse"]
-"""What becomes of a call; `always` also makes later calls of the tool in the conversation."""
 
 
 class MessageGeneration:
@@ -159,14 +156,14 @@ class MessageGeneration:
             self._decisions.setdefault(call_id, decision)
             self._lock.notify_all()
 
-    def wait_for_decision(self, call_id: str) -> Decision:
+    def wait_for_decision(self, call: StoredCall) -> Decision:
         """Wait until the user has decided about a call.
 
         Raises:
             CancelledError: the generation was cancelled.
         """
         with self.cancellation.calling(self._wake), self._lock:
-            while (decision := self._decisions.get(call_id)) is None:
+            while (decision := self._decisions.get(call.id)) is None:
                 self.cancellation.check()
                 self._lock.wait()
         return decision

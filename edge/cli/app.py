@@ -104,9 +104,9 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     from ..app.app_context import AppContext
     from ..app.app_service import AppService, chat_app
     from ..app.event_channel import EventChannel
-    from ..app.tools.tool_servers import ToolServers
     from ..server.server_settings import ServerSettings
     from ..server.uvicorn_server import DrainingServer
+    from ..tools.tool_servers import ToolServers
 
     folder = data_folder()
     settings = ServerSettings(host=_HOST, max_body_bytes=_MAX_BODY_BYTES)

@@ -1,4 +1,4 @@
-"""The MCP servers of the app: starts them when they are needed, offers their tools, and ends them."""
+"""The MCP servers of conversations: starts them when they are needed, offers their tools, and ends them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ....errors import InputError, UnknownIdError
-from ....runtime.scheduling.request_run import Cancellation
+from ...errors import InputError, UnknownIdError
+from ...runtime.scheduling.request_run import Cancellation
 from .mcp_connection import START_S, McpConnection, ServerTool
 from .tool_settings import FILE_NAME, MAX_SERVERS, ServerFields, ToolServer, read_servers, write_servers
 

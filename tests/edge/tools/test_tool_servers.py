@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
-from edgerun.edge.app.tools.tool_servers import ToolServers
-from edgerun.edge.app.tools.tool_settings import FILE_NAME, ServerFields, read_configuration
+from edgerun.edge.tools.tool_servers import ToolServers
+from edgerun.edge.tools.tool_settings import FILE_NAME, ServerFields, read_configuration
 from edgerun.errors import CancelledError, InputError, UnknownIdError
 from edgerun.runtime.scheduling.request_run import Cancellation
 from support.waiting import wait_until
 
-WEATHER_SERVER = str(Path(__file__).resolve().parents[3] / "support" / "weather_server.py")
+WEATHER_SERVER = str(Path(__file__).resolve().parents[2] / "support" / "weather_server.py")
 SLOW_SERVER = """
 import time, sys
 from mcp.server.mcpserver import MCPServer

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
-from ....errors import EdgeError
-from ....runtime.tools.function_tools import mismatch
+from ...errors import EdgeError
+from ...runtime.tools.function_tools import mismatch
 from .tool_settings import ToolServer
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from ....errors import EdgeError, InputError
-from ....models.atomic import write_atomically
-from ....models.user_folders import make_private_file, make_private_folder
-from ...service.body_decoder import decode_fields, described
+from ...errors import EdgeError, InputError
+from ...models.atomic import write_atomically
+from ...models.user_folders import make_private_file, make_private_folder
+from ..service.body_decoder import decode_fields, described
 
 FILE_NAME: Final = "tools.json"
 MAX_SERVERS: Final = 32
