@@ -1,4 +1,4 @@
-"""One MCP server as a process, and the session with it over its standard input and output."""
+"""The session with one MCP server: a process, over its standard input and output, or an address, over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO
 
@@ -26,6 +26,8 @@ START_S: Final = 60.0
 """Seconds within which a server has to list its tools: some are downloaded by their first start."""
 CALL_S: Final = 600.0
 """Seconds within which a call has to end."""
+_SESSION_LOST: Final = "Session terminated"
+"""What the SDK makes of the status 404."""
 _MOST_TOOLS: Final = 512
 _MOST_CHARACTERS: Final = 100_000
 """Most characters of a result; a context has no room for more."""
@@ -79,7 +81,9 @@ class McpConnection:
         self.known: Final = threading.Event()
         """Set when it runs, or has failed."""
         self.ended: Final = threading.Event()
-        """Set when its process has ended."""
+        """Set when its process, or the session at its address, has ended."""
+        self.session_lost = False
+        """Whether the server no longer knows the session; a call that it refused for that was not made."""
         self._changed: Final = changed
         self._start_s: Final = start_s
         self.stop: Final = asyncio.Event()
@@ -114,8 +118,9 @@ class McpConnection:
         except TimeoutError:
             return f"error: the tool has not answered within {CALL_S:.0f} seconds", True
         except MCPError as error:
-            if "closed" not in str(error).lower():
-                return f"error: {error}", True
+            self.session_lost = bool(self.server.url) and str(error) == _SESSION_LOST
+            if "closed" not in str(error).lower() and not self.session_lost:
+                return f"error: {_reason(error)}", True
             self._fail(EdgeError("the server has ended", "start it again in the settings"))
             return "error: the server has ended", True
         except Exception as error:  # noqa: BLE001  servers send what they like; the model may do better
@@ -127,7 +132,7 @@ class McpConnection:
         self.stop.set()
 
     async def _run(self) -> None:
-        """Start the process, and speak with it until it is stopped.
+        """Start the process or open the session, and speak with the server until it is stopped.
 
         Raises:
             EdgeError: it could not be started, and why, on one line.
@@ -135,18 +140,30 @@ class McpConnection:
         try:
             from mcp import ClientSession, StdioServerParameters  # noqa: PLC0415  an extra, and slow to import
             from mcp.client.stdio import stdio_client  # noqa: PLC0415
+            from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
+
+            from .http_client import MAX_BYTES, http_client  # noqa: PLC0415
         except ImportError as error:
             raise EdgeError("the package mcp is missing", 'pip install "edge-run[mcp]"') from error
-        parameters = StdioServerParameters(
-            command=self.server.command,
-            args=list(self.server.arguments),
-            env=dict(self.server.environment),
-            encoding_error_handler="replace",
-        )
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what it logs is raised as well, and said on one line
+        url = self.server.url
         with _errors() as (file, lines):
             started = False
             try:
-                async with stdio_client(parameters, errlog=file) as streams, ClientSession(*streams) as session:
+                async with AsyncExitStack() as opened:
+                    if url:
+                        client = await opened.enter_async_context(http_client(self.server, lines))
+                        transport = streamable_http_client(url, http_client=client, max_sse_event_size=MAX_BYTES)
+                    else:
+                        parameters = StdioServerParameters(
+                            command=self.server.command,
+                            args=list(self.server.arguments),
+                            env=dict(self.server.environment),
+                            encoding_error_handler="replace",
+                        )
+                        transport = stdio_client(parameters, errlog=file)
+                    streams = await opened.enter_async_context(transport)
+                    session = await opened.enter_async_context(ClientSession(*streams))
                     started = True
                     await self._speak(session)
             except Exception as error:
@@ -195,19 +212,29 @@ class McpConnection:
 
     def _failure(self, error: BaseException, *, started: bool, said: deque[str]) -> EdgeError:
         """Why the server could not be started."""
-        command = self.server.command
+        name, url = self.server.url or self.server.command, self.server.url
         while isinstance(error, BaseExceptionGroup):  # task groups make one of the first error
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
-            what = f"{command} has not answered within {self._start_s:g} seconds"
-            return EdgeError(what, "is it an MCP server that speaks over stdio?")
+            what = f"{name} has not answered within {self._start_s:g} seconds"
+            return EdgeError(what, f"is it an MCP server that speaks {'Streamable HTTP' if url else 'over stdio'}?")
         if isinstance(error, FileNotFoundError) and not started:
-            return EdgeError(f"there is no command {command!r:.200}", "give its path, or install it")
+            return EdgeError(f"there is no command {name!r:.200}", "give its path, or install it")
         if isinstance(error, OSError) and not started:
-            return EdgeError(f"{command} cannot be run: {error.strerror or error}", "give another command")
+            return EdgeError(f"{name} cannot be run: {error.strerror or error}", "give another command")
         last = next((line for line in reversed(said) if line.strip()), "")
-        what = f"{command} has ended" if "closed" in str(error).lower() else f"{type(error).__name__}: {error}"
+        if "closed" in str(error).lower():
+            what = f"{name} has ended"
+        else:
+            what = f"{name} cannot be used: {_reason(error)}" if url else f"{type(error).__name__}: {_reason(error)}"
         return EdgeError(" ".join(f"{what}{f'; it said: {last}' if last else ''}".split())[:500])
+
+
+def _reason(error: BaseException) -> str:
+    """Why something failed, on one line."""
+    if str(error).startswith("Failed to parse"):  # what follows is a report of the parser
+        return "the response is not a JSON-RPC message, or too long"
+    return str(error) or type(error).__name__
 
 
 def _read_result(result: CallToolResult) -> tuple[str, bool]:

@@ -130,20 +130,34 @@ class ToolServers:
     def call(self, tool: ServerTool, values: Mapping[str, Any], cancellation: Cancellation) -> tuple[str, bool]:
         """Call a tool and wait for its result: a text for the model, and whether the call failed.
 
+        Where the server at an address has forgotten the session, the call is made in a new one.
+
         Raises:
             CancelledError: it was cancelled.
         """
+        running, result = self._call(tool, values, cancellation)
+        if running is None or not running.session_lost:
+            return result
+        with self._lock:
+            if self._running.get(tool.server) is running:
+                self._end(tool.server)
+        self.offered([tool.id], cancellation)
+        return self._call(tool, values, cancellation)[1]
+
+    def _call(
+        self, tool: ServerTool, values: Mapping[str, Any], cancellation: Cancellation
+    ) -> tuple[McpConnection | None, tuple[str, bool]]:
         with self._lock:
             running, loop = self._running.get(tool.server), self._loop
         if running is None or loop is None:
-            return f"error: the server {tool.server} does not run", True
+            return None, (f"error: the server {tool.server} does not run", True)
         future = asyncio.run_coroutine_threadsafe(running.call(tool.name, values), loop)
         with cancellation.calling(future.cancel):
             try:
-                return future.result()
+                return running, future.result()
             except FutureCancelledError:
                 cancellation.check()
-                return f"error: the server {tool.server} was ended", True
+                return None, (f"error: the server {tool.server} was ended", True)
 
     def close(self) -> None:
         """End all servers, and wait until their processes have ended."""

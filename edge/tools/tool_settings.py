@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -25,24 +26,40 @@ _Text = Annotated[str, Meta(max_length=10_000)]
 _LISTS: Final = ("mcp", "mcpServers", "servers")
 """Names of the object with the servers: the usual one, and VS Code's, whose settings have the list below `mcp`."""
 _ADDRESSES: Final = frozenset({"url", "serverUrl", "httpUrl"})
+"""Names that these programs have for the address of a server."""
+_TYPES: Final = ("stdio", "http", "streamable-http", "streamable_http", "streamableHttp")
+"""Names of the two transports."""
 _PLACEHOLDER: Final = re.compile(r"\$\{[^}]*\}")
-_FORM: Final = 'paste {"mcpServers": {"name": {"command": "…", "args": ["…"]}}}'
+_FORM: Final = 'write {"mcpServers": {"name": {"command": "…", "args": ["…"]}}}, or "url" for "command" and "args"'
+
+
+def host_of(url: str) -> str:
+    """The host of a web address; empty if it is not one."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "" if parts.scheme in {"http", "https"} and parts.port != 0 else ""
+    except ValueError:  # the port is not a number, or brackets do not match
+        return ""
 
 
 class ServerFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is said of a server that has a name."""
 
-    command: _Text
-    """The program: a path, or a name that is looked up in PATH."""
+    command: _Text = ""
+    """The program: a path, or a name that is looked up in PATH; empty for a server with an address."""
     arguments: Annotated[list[_Text], Meta(max_length=200)] = []
     environment: dict[_Text, _Text] = {}
     """Variables that it gets besides PATH, HOME and the like."""
+    url: _Text = ""
+    """The address of a server that runs already."""
+    headers: dict[_Text, _Text] = {}
+    """Headers of every request to the address."""
     enabled: bool = True
     """Whether it may be started."""
 
 
 class ToolServer(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An MCP server that speaks over its standard input and output."""
+    """An MCP server: a program that speaks over its standard input and output, or an address (Streamable HTTP)."""
 
     name: str
 
@@ -50,12 +67,16 @@ class ToolServer(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=
         """Raise if it cannot be started with certainty.
 
         Raises:
-            InputError: the name, the command or a variable is not one.
+            InputError: the name, the command, a variable or the address is not one.
         """
         if not _NAME.fullmatch(self.name):
             raise InputError(f"the name is {self.name!r:.60}", "use 1 to 40 letters, digits, - and _")
-        if not self.command.strip():
-            raise InputError("the command is empty", "name the program that is the server")
+        if not self.url and not self.command.strip():
+            raise InputError("the command is empty", "name the program that is the server, or give a URL")
+        if self.url and self.command:
+            raise InputError("there are a command and a URL", "give one of them")
+        if self.url and not host_of(self.url):
+            raise InputError(f"the URL is {self.url!r:.200}", "write one such as http://127.0.0.1:8000/mcp")
         for text in (self.command, *self.arguments, *self.environment, *self.environment.values()):
             if "\0" in text:
                 raise InputError("there is a NUL character in the command", "take it out")
@@ -106,9 +127,11 @@ def write_servers(path: Path, servers: Sequence[ToolServer], *, unreadable: bool
 class _Configured(msgspec.Struct, kw_only=True):
     """A server in the form of these programs. Other fields of theirs are named to the user, and not taken over."""
 
-    command: str
+    command: str = ""
     args: list[str] = []
     env: dict[str, Any] = {}
+    url: str = ""
+    headers: dict[str, Any] = {}
     disabled: bool = False
     type: str = "stdio"
 
@@ -121,8 +144,8 @@ def read_configuration(text: str) -> list[dict[str, Any]]:
             braces around it may be missing.
 
     Returns:
-        For each server its `name`, what `ToolServer` keeps (`command`, `arguments`, `environment`, `enabled`), the
-        names of the fields that are `ignored`, and the `problem` that prevents it from being added, or None.
+        For each server the fields of `ToolServer`, the names of the fields that are `ignored`, and the `problem` that
+        prevents it from being added, or None.
 
     Raises:
         InputError: the text is not a list of servers.
@@ -136,30 +159,39 @@ def read_configuration(text: str) -> list[dict[str, Any]]:
         what = f"this is not JSON: {error}"
         raise InputError(what, "copy the whole object, from its first brace to its last") from None
     for name in _LISTS:
-        if isinstance(value, dict) and isinstance(value.get(name), dict) and "command" not in value[name]:
+        if isinstance(value, dict) and isinstance(value.get(name), dict) and not _is_server(value[name]):
             value = value[name]
     if not isinstance(value, dict) or not value:
         raise InputError("there are no servers in it", _FORM)
-    if not isinstance(value.get("command", {}), dict):
+    if _is_server(value):
         raise InputError("the server has no name", _FORM)
     return [_described(name, fields) for name, fields in value.items()]
 
 
+def _is_server(value: dict[str, Any]) -> bool:
+    return any(isinstance(value.get(field), str) for field in ("command", *_ADDRESSES))
+
+
 def _described(name: str, fields: Any) -> dict[str, Any]:
-    given = fields if isinstance(fields, dict) else {}
-    shown: dict[str, Any] = {"name": name, "command": "", "arguments": [], "environment": {}, "enabled": True}
+    members = fields.items() if isinstance(fields, dict) else ()
+    given = {"url" if key in _ADDRESSES else key: value for key, value in members}
+    shown: dict[str, Any] = {"name": name, "command": "", "arguments": [], "environment": {}}
+    shown |= {"url": "", "headers": {}, "enabled": True}
     problem = None
     try:
-        if _ADDRESSES & given.keys() or given.get("type", "stdio") != "stdio":
-            raise InputError("it is reached over HTTP", "only servers that are programs can be added")
+        if given.get("type", "stdio") not in _TYPES:
+            what = f"its type is {described(given['type'])}"
+            raise InputError(what, "servers are programs (stdio), or are reached over Streamable HTTP (http)")
         configured = decode_fields(given, _Configured)
-        for key, variable in configured.env.items():
-            if not isinstance(variable, str):
-                raise InputError(f"env.{key} is {described(variable)}", "it must be a string")
-        shown |= {"command": configured.command, "arguments": configured.args}
-        shown |= {"environment": configured.env, "enabled": not configured.disabled}
+        for field in ("env", "headers"):
+            for key, text in getattr(configured, field).items():
+                if not isinstance(text, str):
+                    raise InputError(f"{field}.{key} is {described(text)}", "it must be a string")
+        shown |= {"command": configured.command, "arguments": configured.args, "environment": configured.env}
+        shown |= {"url": configured.url, "headers": configured.headers, "enabled": not configured.disabled}
         ToolServer(**shown).check()
-        for part in (configured.command, *configured.args, *configured.env.values()):
+        texts = (configured.command, configured.url, *configured.args)
+        for part in (*texts, *configured.env.values(), *configured.headers.values()):
             if found := _PLACEHOLDER.search(part):
                 raise InputError(f"it has the placeholder {found[0]:.60}", "write the value itself")
     except EdgeError as error:

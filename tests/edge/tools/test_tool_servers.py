@@ -146,7 +146,8 @@ def test_a_list_that_cannot_be_read_is_kept_and_the_number_of_servers_is_limited
         servers.save("more", ServerFields(command="x"))
 
 
-OVER_HTTP = "it is reached over HTTP; only servers that are programs can be added"
+NOT_STREAMABLE = "its type is the string 'sse'; servers are programs (stdio), or"
+EMPTY = "the command is empty; name the program that is the server, or give a URL"
 TIME: dict[str, Any] = {"command": "uvx", "args": ["mcp-server-time", "--zone=Europe/Berlin"], "env": {"KEY": "a=b"}}
 
 
@@ -168,11 +169,23 @@ def test_every_form_gives_the_same_server(text: str) -> None:
             "command": "uvx",
             "arguments": ["mcp-server-time", "--zone=Europe/Berlin"],
             "environment": {"KEY": "a=b"},
+            "url": "",
+            "headers": {},
             "enabled": True,
             "ignored": [],
             "problem": None,
         }
     ]
+
+
+@pytest.mark.parametrize("name", ["url", "serverUrl", "httpUrl"])
+def test_a_server_may_have_an_address(name: str) -> None:
+    fields = {"type": "http", name: "https://example.org/mcp", "headers": {"Authorization": "Bearer key"}}
+    (server,) = read_configuration(json.dumps({"mcpServers": {"far": fields}}))
+    assert (server["url"], server["headers"]) == ("https://example.org/mcp", {"Authorization": "Bearer key"})
+    assert (server["command"], server["ignored"], server["problem"]) == ("", [], None)
+    (server,) = read_configuration(json.dumps({"mcpServers": {name: fields}}))
+    assert (server["name"], server["problem"]) == (name, None)
 
 
 def test_servers_may_have_the_names_of_lists_and_what_is_not_taken_over_is_named() -> None:
@@ -186,12 +199,22 @@ def test_servers_may_have_the_names_of_lists_and_what_is_not_taken_over_is_named
 @pytest.mark.parametrize(
     ("name", "fields", "problem"),
     [
-        ("far", {"url": "https://example.org/mcp"}, OVER_HTTP),
-        ("far", {"type": "sse", "command": "x"}, OVER_HTTP),
+        ("far", {"type": "sse", "url": "https://example.org/sse"}, NOT_STREAMABLE),
+        (
+            "far",
+            {"url": "example.org/mcp"},
+            "the URL is 'example.org/mcp'; write one such as http://127.0.0.1:8000/mcp",
+        ),
+        ("far", {"url": "file:///etc/passwd"}, "the URL is 'file:///etc/passwd'"),
+        ("far", {"url": "http://[::1/mcp"}, "the URL is 'http://[::1/mcp'"),
+        ("far", {"url": "http://x:port/"}, "the URL is 'http://x:port/'"),
+        ("far", {"url": "http://x", "command": "y"}, "there are a command and a URL; give one of them"),
+        ("far", {"url": "http://x", "headers": {"A": "${KEY}"}}, "it has the placeholder ${KEY}; write"),
+        ("far", {"url": "http://x", "headers": {"A": 1}}, "headers.A is the integer 1; it must be a string"),
         ("a b", TIME, "the name is 'a b'; use 1 to 40 letters, digits, - and _"),
-        ("time", {"args": []}, "command is missing"),
-        ("time", "uvx", "command is missing"),
-        ("time", {"command": " "}, "the command is empty; name the program that is the server"),
+        ("time", {"args": []}, EMPTY),
+        ("time", "uvx", EMPTY),
+        ("time", {"command": " "}, EMPTY),
         ("time", {**TIME, "args": "one two"}, "args is the string 'one two'; it must be an array"),
         ("time", {**TIME, "env": {"PORT": 80}}, "env.PORT is the integer 80; it must be a string"),
         ("time", {**TIME, "env": {"A=B": ""}}, "'A=B' cannot be the name of a variable; write NAME=value"),
@@ -213,6 +236,7 @@ def test_a_server_that_cannot_be_added_says_why(name: str, fields: object, probl
         ("[]", "there are no servers in it"),
         ('{"mcpServers": {}}', "there are no servers in it"),
         (json.dumps(TIME), "the server has no name"),
+        ('{"url": "https://example.org/mcp"}', "the server has no name"),
     ],
 )
 def test_a_text_without_servers_is_refused(text: str, message: str) -> None:

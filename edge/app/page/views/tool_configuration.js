@@ -8,6 +8,15 @@ import { strings } from "../strings.js";
 import { Dialog } from "./dialogs.js";
 
 const words = strings.tools;
+
+/** What is saved of a server that is listed, or was found in a configuration. */
+export const fieldsOf = ({ command, arguments: given, environment, url, headers, enabled }) =>
+  ({ command, arguments: given, environment, url, headers, enabled });
+
+/** Variables of a server, or headers of one with an address, as lines. */
+export const linesOf = ({ environment, headers }) =>
+  Object.entries({ ...environment, ...headers }).map(([name, value]) => `${name}=${value}`);
+
 const DELAY = 200;
 
 const NOTHING = { servers: [], problem: null };
@@ -32,14 +41,13 @@ function useConfiguration(text) {
 
 function Found({ server, replaces, chosen, onChoose }) {
   const parts = [server.command, ...server.arguments].map((part) => (/\s/.test(part) ? JSON.stringify(part) : part));
-  const variables = Object.entries(server.environment).map(([name, value]) => `${name}=${value}`);
   return html`<li class="tool-card" data-found=${server.name}>
     <label class="tool-row">
       <input type="checkbox" checked=${chosen} disabled=${server.problem !== null} onChange=${(event) => onChoose(event.target.checked)} />
       <span class="tool-server">${server.name}</span>
     </label>
-    ${server.command && html`<p class="tool-command">${parts.join(" ")}</p>`}
-    ${variables.map((line) => html`<p class="tool-command quiet" key=${line}>${line}</p>`)}
+    ${(server.url || server.command) && html`<p class="tool-command">${server.url || parts.join(" ")}</p>`}
+    ${linesOf(server).map((line) => html`<p class="tool-command quiet" key=${line}>${line}</p>`)}
     ${server.problem && html`<p class="fault">${server.problem}</p>`}
     ${!server.problem && replaces && html`<p class="quiet">${words.replaces}</p>`}
     ${!server.problem && !server.enabled && html`<p class="quiet">${words.pasteStopped}</p>`}
@@ -61,9 +69,7 @@ export function ConfigurationForm({ known, onSaved, onClose }) {
   const save = (event) => {
     event.preventDefault();
     attempt(async () => {
-      for (const { name, command, arguments: given, environment, enabled } of chosen) {
-        onSaved(await saveToolServer(name, { command, arguments: given, environment, enabled }));
-      }
+      for (const server of chosen) onSaved(await saveToolServer(server.name, fieldsOf(server)));
       onClose();
     });
   };

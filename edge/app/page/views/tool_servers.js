@@ -7,11 +7,9 @@ import { attempt } from "../store.js";
 import { strings } from "../strings.js";
 import { Dialog } from "./dialogs.js";
 import { useToolServers } from "./tool_choice.js";
-import { ConfigurationForm } from "./tool_configuration.js";
+import { ConfigurationForm, fieldsOf, linesOf } from "./tool_configuration.js";
 
 const words = strings.tools;
-
-const fieldsOf = ({ command, arguments: given, environment, enabled }) => ({ command, arguments: given, environment, enabled });
 
 /** Lines of `NAME=value` as an object, or null where one has no name. */
 function variablesOf(text) {
@@ -22,16 +20,17 @@ function variablesOf(text) {
 
 function ServerForm({ server, onSaved, onClose }) {
   const [name, setName] = useState(server?.name ?? "");
-  const [command, setCommand] = useState(server?.command ?? "");
+  const [command, setCommand] = useState(server?.url || (server?.command ?? ""));
   const [given, setGiven] = useState((server?.arguments ?? []).join("\n"));
-  const [variables, setVariables] = useState(
-    Object.entries(server?.environment ?? {}).map(([key, value]) => `${key}=${value}`).join("\n"),
-  );
-  const environment = variablesOf(variables);
+  const [variables, setVariables] = useState(linesOf(server ?? {}).join("\n"));
+  const named = variablesOf(variables);
+  const remote = /^https?:/i.test(command.trim());
   const save = async (event) => {
     event.preventDefault();
-    if (!environment) return;
-    const fields = { command: command.trim(), arguments: given.split("\n").filter((line) => line), environment, enabled: true };
+    if (!named) return;
+    const fields = remote
+      ? { url: command.trim(), headers: named }
+      : { command: command.trim(), arguments: given.split("\n").filter((line) => line), environment: named };
     const got = await attempt(() => saveToolServer(name.trim(), fields));
     if (got) {
       onSaved(got);
@@ -49,16 +48,18 @@ function ServerForm({ server, onSaved, onClose }) {
       <label class="field"
         ><span>${words.command}</span>
         <input required value=${command} autocomplete="off" spellcheck=${false} placeholder="uvx" onInput=${(event) => setCommand(event.target.value)} />
+        <small class="quiet">${words.commandAbout}</small>
       </label>
-      <label class="field"
+      ${!remote &&
+      html`<label class="field"
         ><span>${words.arguments}</span>
         <textarea rows="3" spellcheck=${false} value=${given} onInput=${(event) => setGiven(event.target.value)}></textarea>
         <small class="quiet">${words.argumentsAbout}</small>
-      </label>
+      </label>`}
       <label class="field"
-        ><span>${words.environment}</span>
-        <textarea rows="2" spellcheck=${false} value=${variables} aria-invalid=${environment === null} onInput=${(event) => setVariables(event.target.value)}></textarea>
-        <small class=${environment ? "quiet" : "fault"}>${environment ? words.environmentAbout : words.notVariables}</small>
+        ><span>${remote ? words.headers : words.environment}</span>
+        <textarea rows="2" spellcheck=${false} value=${variables} aria-invalid=${named === null} onInput=${(event) => setVariables(event.target.value)}></textarea>
+        <small class=${named ? "quiet" : "fault"}>${named ? words.environmentAbout : words.notVariables}</small>
       </label>
       <div class="dialog-actions">
         <button type="button" class="button" onClick=${onClose}>${strings.common.cancel}</button>
@@ -86,7 +87,7 @@ function Server({ server, onChange, onEdit }) {
         </button>
       </span>
     </div>
-    <p class="quiet tool-command">${[server.command, ...server.arguments].join(" ")}</p>
+    <p class="quiet tool-command">${server.url || [server.command, ...server.arguments].join(" ")}</p>
     ${server.error && html`<p class="fault" role="alert">${server.error}</p>`}
     ${server.tools.length > 0 && html`<p>${words.offers(server.tools.map((tool) => tool.name))}</p>`}
   </li>`;

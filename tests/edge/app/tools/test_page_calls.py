@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from support.browser import look
 from support.chat_page import ChatPage, opened
+from support.mcp_http_server import mcp_http_server
 from support.scripted_model import write_calling_bundle
 
 WEATHER_SERVER = Path(__file__).resolve().parents[3] / "support" / "weather_server.py"
@@ -42,7 +43,7 @@ def paste_weather_server(page: Page, calls: Path) -> None:
     servers = {
         "weather": {**weather, "autoApprove": ["storm"]},
         "other": {"command": "uvx"},
-        "far": {"url": "https://x"},
+        "far": {"url": "https://x", "type": "sse"},
     }
     page.get_by_role("button", name="Paste a configuration …").click()
     dialog = page.get_by_role("dialog")
@@ -53,7 +54,7 @@ def paste_weather_server(page: Page, calls: Path) -> None:
     found = dialog.locator("[data-found=weather]")
     expect(found).to_contain_text(f"{WEATHER_SERVER} {calls}")
     expect(found).to_contain_text("CITY=ParisNot taken over: autoApprove.")
-    expect(dialog.locator("[data-found=far]")).to_contain_text("it is reached over HTTP")
+    expect(dialog.locator("[data-found=far]")).to_contain_text("its type is the string 'sse'")
     expect(dialog.get_by_label("far")).to_be_disabled()
     look(page, "configuration")
     assert page.locator("[data-server]").count() == 0  # nothing is added before the user agrees
@@ -61,6 +62,41 @@ def paste_weather_server(page: Page, calls: Path) -> None:
     dialog.get_by_role("button", name="Add and start 1 server").click()
     expect(dialog).to_have_count(0)
     expect(page.locator("[data-server]")).to_have_count(1)
+
+
+def test_a_server_with_an_address(tmp_path: Path, chromium: Browser, model: Path) -> None:
+    with (
+        mcp_http_server() as server,
+        opened(chromium, tmp_path / "home", model, "--draft", "none") as app,
+        app.window(path="/#/settings") as chat,
+    ):
+        page = chat.page
+        page.get_by_role("button", name="Add a server …").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Name", exact=False).first.fill("far")
+        dialog.get_by_label("Command or URL").fill(server.url)
+        expect(dialog.get_by_label("Arguments")).to_have_count(0)
+        dialog.get_by_label("Headers").fill("Authorization=Bearer key")
+        look(page, "address")
+        dialog.get_by_role("button", name="Save and start").click()
+        listed = page.locator("[data-server=far]")
+        expect(listed).to_contain_text(server.url)
+        expect(listed).to_contain_text("Tools: get_weather")
+        assert {headers["authorization"] for _, _, headers in server.requests} == {"Bearer key"}
+        listed.get_by_role("button", name="Edit far").click()
+        expect(dialog.get_by_label("Command or URL")).to_have_value(server.url)
+        expect(dialog.get_by_label("Headers")).to_have_value("Authorization=Bearer key")
+        dialog.get_by_role("button", name="Cancel").click()
+
+        chat.new_chat()
+        choose_tool(chat, "get_weather")
+        chat.send("Weather?")
+        waiting = chat.answers.last.locator("[data-call=waiting]")
+        expect(waiting).to_have_count(2)
+        assert not server.calls()
+        waiting.first.get_by_role("button", name="Always in this conversation").click()
+        expect(chat.in_state("complete").locator("[data-call=done] .result").first).to_have_text("Paris: sunny")
+        assert server.calls() == ["Paris", "Rome"]
 
 
 def choose_tool(chat: ChatPage, name: str) -> None:
