@@ -11,13 +11,12 @@ from typing import Any, Final
 
 from ...errors import EdgeError
 from ...runtime.result import Chunk
-from ...runtime.scheduling.request_run import Cancellation, Run
+from ...runtime.scheduling.request_run import Run
 from ...runtime.tools.answer_parts import AnswerParts
-from ...runtime.tools.calls import ToolCallDelta
 from ..conversations.answering import MessageWriter
 from ..conversations.records import CallRound, MessageState, ReasoningText, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
-from ..tools.call_rounds import Decision
+from ..tools.call_rounds import CallingAnswer, Decision
 from .event_channel import EventChannel
 
 _PROGRESS_S: Final = 0.1
@@ -26,7 +25,7 @@ _PUBLISH_S: Final = 1 / 30
 """Least time between two pieces of text for the windows, in seconds."""
 
 
-class MessageGeneration:
+class MessageGeneration(CallingAnswer):
     """A message that this process generates; its run writes it, and any thread may ask for it, or cancel it.
 
     Args:
@@ -45,19 +44,13 @@ class MessageGeneration:
         tokens: Sequence[Mapping[str, Any]],
         run: Run[None],
     ) -> None:
-        self.message: Final = message
+        super().__init__(store, message, tokens)
         self.id: Final = message.id
-        self.conversation: Final = message.conversation
         self.run: Final = run
-        self.cancellation: Final = Cancellation()
         self.state_if_cancelled = MessageState.STOPPED
-        self.state: MessageState | None = None
-        """How it has ended; None while it is generated."""
         self.stats: dict[str, Any] | None = None
         self.ended = False
         """Whether `finish` has begun: no further text comes, but the store may not have the end yet."""
-        self.calls: list[ToolCallDelta] = []
-        self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)
         self._store: Final = store
         self._events: Final = events
         self._written = ReasoningText()
@@ -106,11 +99,7 @@ class MessageGeneration:
                 self._publish_pending()
 
     def set_rounds(self, rounds: Sequence[CallRound]) -> None:
-        """Keep calls of tools, and tell the windows of them; the content begins anew behind them.
-
-        Raises:
-            ConversationError: the message was deleted, or the file cannot be written.
-        """
+        """Keep calls of tools, and tell the windows of them."""
         self.writer.begin_round(rounds)
         with self._lock:
             self._published, self._stage = 0, {}
@@ -157,11 +146,7 @@ class MessageGeneration:
             self._lock.notify_all()
 
     def wait_for_decision(self, call: StoredCall) -> Decision:
-        """Wait until the user has decided about a call.
-
-        Raises:
-            CancelledError: the generation was cancelled.
-        """
+        """Wait until a window has decided about a call."""
         with self.cancellation.calling(self._wake), self._lock:
             while (decision := self._decisions.get(call.id)) is None:
                 self.cancellation.check()

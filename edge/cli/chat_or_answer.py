@@ -45,7 +45,8 @@ def chat_or_answer(
 
     Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue; edge-run
     my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
-    --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?"
+    --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?";
+    edge-run my-model --tools servers.json
     """
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
@@ -54,6 +55,7 @@ def chat_or_answer(
     if not chatting:
         return INTERRUPTED if answer_prompt(model, chosen, options, load, raw_prefix, as_json=as_json) else 0
     from ..terminal.chat.opening import ChatSettings, open_chat
+    from ..tools.tool_settings import configured_servers
 
     def open_named(name: str | None, progress: Progress) -> Engine:
         named = load
@@ -69,6 +71,7 @@ def chat_or_answer(
         latest=chosen.continue_,
         saving=chosen.save,
         show_stats=chosen.stats,
+        tools=configured_servers(chosen.tools) if chosen.tools else (),
     )
     return open_chat(open_named, model, settings)
 
@@ -115,6 +118,8 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         if chosen.continue_ or chosen.conversation is not None:
             name = "--continue" if chosen.continue_ else "--conversation"
             raise InputError(f"{name} goes on with a chat, but there is a prompt to answer", f"leave out {name}")
+        if chosen.tools is not None:
+            raise InputError("--tools asks before each call, but there is a prompt to answer", "leave out one of them")
         return
     of_answers = {"--raw": options.raw, "--json": as_json, "--json-stream": chosen.json_stream}
     for name, given in {**of_answers, "--n or --best-of": options.candidates > 1}.items():

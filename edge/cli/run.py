@@ -60,6 +60,7 @@ class RunOptions:
         "Print JSON lines while the answer is generated: an object for each piece, and at the end that of --json.",
     )
     stats: bool = option(False, "Print statistics of the answer on standard error.")
+    tools: Path | None = option(None, "Let a chat call tools of the MCP servers in FILE.", metavar="FILE")
 
 
 def answer_prompt(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import structs
 
@@ -14,7 +15,7 @@ from ...runtime.tools.calls import ToolCallDelta, joined_calls
 from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
 from ..conversations.answering import MessageWriter
 from ..conversations.conversation_table import parsed
-from ..conversations.records import CallRound, CallState, MessageState, StoredCall
+from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
 from .mcp_connection import ServerTool
 from .tool_servers import ToolServers
@@ -23,28 +24,42 @@ Decision: TypeAlias = Literal["run", "always", "refuse"]
 """What becomes of a call; `always` also makes later calls of the tool in the conversation."""
 
 
-class CallingAnswer(Protocol):
-    """An answer that is being generated, and may ask for calls."""
+class CallingAnswer(ABC):
+    """An answer that is being written, and may ask for calls.
 
-    writer: MessageWriter
-    calls: list[ToolCallDelta]
-    """What its last text ended with."""
-    state: MessageState | None
-    """How its last text ended."""
+    Args:
+        store: keeps it.
+        message: the message in the store, with what it begins with.
+        tokens: stored tokens of what it begins with; None to keep none.
+    """
 
-    @property
-    def conversation(self) -> str:
-        """Id of its conversation."""
+    def __init__(
+        self, store: ConversationStore, message: StoredMessage, tokens: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        self.message: Final = message
+        self.conversation: Final = message.conversation
+        self.cancellation: Final = Cancellation()
+        self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)
+        self.calls: list[ToolCallDelta] = []
+        """The calls that its last text ended with."""
+        self.state: MessageState | None = None
+        """How its last text has ended; None while it is generated."""
 
-    @property
-    def cancellation(self) -> Cancellation:
-        """Ends it."""
-
+    @abstractmethod
     def set_rounds(self, rounds: Sequence[CallRound]) -> None:
-        """Keep the calls so far, and show them; the content begins anew behind them."""
+        """Keep calls of tools, and show them; the content begins anew behind them.
 
+        Raises:
+            ConversationError: the message was deleted, or the file cannot be written.
+        """
+
+    @abstractmethod
     def wait_for_decision(self, call: StoredCall) -> Decision:
-        """Wait until the user has decided about a call; raises a `CancelledError` where the answer is cancelled."""
+        """Wait until the user has decided about a call.
+
+        Raises:
+            CancelledError: the answer was cancelled.
+        """
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,15 @@ class ToolServers:
         folder: where the list is kept; None to keep none.
         changed: told of every change of a server's state.
         start_s: seconds within which a server has to list its tools.
+        servers: the list of this process, in place of the one that is kept.
     """
 
     def __init__(
-        self, folder: Path | None = None, changed: Callable[[], None] = lambda: None, start_s: float = START_S
+        self,
+        folder: Path | None = None,
+        changed: Callable[[], None] = lambda: None,
+        start_s: float = START_S,
+        servers: Sequence[ToolServer] = (),
     ) -> None:
         self._path: Final = None if folder is None else folder / FILE_NAME
         self._problem: str | None = None
@@ -43,7 +48,7 @@ class ToolServers:
         self._changed: Final = changed
         self._start_s: Final = start_s
         self._lock: Final = threading.RLock()
-        self._listed: dict[str, ToolServer] | None = None
+        self._listed = {server.name: server for server in servers} or None
         self._running: Final[dict[str, McpConnection]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -135,29 +140,26 @@ class ToolServers:
         Raises:
             CancelledError: it was cancelled.
         """
-        running, result = self._call(tool, values, cancellation)
-        if running is None or not running.session_lost:
-            return result
-        with self._lock:
-            if self._running.get(tool.server) is running:
-                self._end(tool.server)
-        self.offered([tool.id], cancellation)
-        return self._call(tool, values, cancellation)[1]
-
-    def _call(
-        self, tool: ServerTool, values: Mapping[str, Any], cancellation: Cancellation
-    ) -> tuple[McpConnection | None, tuple[str, bool]]:
-        with self._lock:
-            running, loop = self._running.get(tool.server), self._loop
-        if running is None or loop is None:
-            return None, (f"error: the server {tool.server} does not run", True)
-        future = asyncio.run_coroutine_threadsafe(running.call(tool.name, values), loop)
-        with cancellation.calling(future.cancel):
-            try:
-                return running, future.result()
-            except FutureCancelledError:
-                cancellation.check()
-                return None, (f"error: the server {tool.server} was ended", True)
+        result = "", True
+        for _ in range(2):
+            with self._lock:
+                running, loop = self._running.get(tool.server), self._loop
+            if running is None or loop is None:
+                return f"error: the server {tool.server} does not run", True
+            future = asyncio.run_coroutine_threadsafe(running.call(tool.name, values), loop)
+            with cancellation.calling(future.cancel):
+                try:
+                    result = future.result()
+                except FutureCancelledError:
+                    cancellation.check()
+                    return f"error: the server {tool.server} was ended", True
+            if not running.session_lost:
+                break
+            with self._lock:
+                if self._running.get(tool.server) is running:
+                    self._end(tool.server)
+            self.offered([tool.id], cancellation)
+        return result
 
     def close(self) -> None:
         """End all servers, and wait until their processes have ended."""

@@ -16,6 +16,7 @@ from msgspec import Meta
 from ...errors import EdgeError, InputError
 from ...models.atomic import write_atomically
 from ...models.user_folders import make_private_file, make_private_folder
+from ...models.user_text import read_text
 from ..service.body_decoder import decode_fields, described
 
 FILE_NAME: Final = "tools.json"
@@ -71,10 +72,9 @@ class ToolServer(ServerFields, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if not _NAME.fullmatch(self.name):
             raise InputError(f"the name is {self.name!r:.60}", "use 1 to 40 letters, digits, - and _")
-        if not self.url and not self.command.strip():
-            raise InputError("the command is empty", "name the program that is the server, or give a URL")
-        if self.url and self.command:
-            raise InputError("there are a command and a URL", "give one of them")
+        if bool(self.url) == bool(self.command.strip()):
+            what = "there are a command and a URL" if self.url else "the command is empty"
+            raise InputError(what, "name the program that is the server, or give a URL")
         if self.url and not host_of(self.url):
             raise InputError(f"the URL is {self.url!r:.200}", "write one such as http://127.0.0.1:8000/mcp")
         for text in (self.command, *self.arguments, *self.environment, *self.environment.values()):
@@ -168,6 +168,19 @@ def read_configuration(text: str) -> list[dict[str, Any]]:
     return [_described(name, fields) for name, fields in value.items()]
 
 
+def configured_servers(path: Path) -> list[ToolServer]:
+    """The servers of a file in the form of these programs.
+
+    Raises:
+        InputError: it cannot be read, or one of the servers cannot be started.
+    """
+    found = read_configuration(read_text(path, "give a file with mcpServers"))
+    for each in found:
+        if each["problem"] is not None:
+            raise InputError(f"the server {each['name']!r:.60} in {path} cannot be used", each["problem"])
+    return [ToolServer(**{name: each[name] for name in ToolServer.__struct_fields__}) for each in found]
+
+
 def _is_server(value: dict[str, Any]) -> bool:
     return any(isinstance(value.get(field), str) for field in ("command", *_ADDRESSES))
 
@@ -175,8 +188,7 @@ def _is_server(value: dict[str, Any]) -> bool:
 def _described(name: str, fields: Any) -> dict[str, Any]:
     members = fields.items() if isinstance(fields, dict) else ()
     given = {"url" if key in _ADDRESSES else key: value for key, value in members}
-    shown: dict[str, Any] = {"name": name, "command": "", "arguments": [], "environment": {}}
-    shown |= {"url": "", "headers": {}, "enabled": True}
+    shown: dict[str, Any] = {"name": name, **msgspec.structs.asdict(ServerFields())}
     problem = None
     try:
         if given.get("type", "stdio") not in _TYPES:

@@ -19,7 +19,7 @@ class Cancellation:
     """Whether a request was cancelled; `cancel` may be called from any thread, and wakes what waits for the request."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of Ctrl-C may cancel while this thread holds it
         self._cancelled = False
         self._actions: dict[object, Callable[[], object]] = {}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from ....errors import EdgeError
+from ....errors import CancelledError, EdgeError
 from ....models.user_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
@@ -18,18 +18,21 @@ from ....runtime.result import Stats
 from ...conversations.answering import (
     END_STATES,
     ContextFit,
-    MessageWriter,
     fit_context,
     is_small_talk,
     model_messages,
     stats_object,
     takes_calls,
 )
-from ...conversations.records import Attachment, Conversation, MessageState, Role, StoredMessage
+from ...conversations.records import Attachment, Conversation, MessageState, ReasoningText, Role, StoredMessage
 from ...conversations.store import ConversationStore
+from ...tools.call_rounds import ToolCaller
+from ...tools.tool_servers import ToolServers
+from ...tools.tool_settings import ToolServer
 from ..answer_report import show_rounds, stats_line
-from ..output import SafeConsole, can_draw, write_out
+from ..output import SafeConsole, can_draw, waiting_shown, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
+from .chat_answer import ChatAnswer
 from .chat_conversation import ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
 from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, PlainReader
@@ -58,6 +61,8 @@ class ChatSettings:
     saving: bool = True
     """Whether conversations and what is typed are kept."""
     show_stats: bool = False
+    tools: Sequence[ToolServer] = ()
+    """MCP servers whose tools are offered; without any, those of the app's settings are there to be chosen."""
 
 
 class Chat:
@@ -69,6 +74,7 @@ class Chat:
         interrupts: gives Ctrl-C to what the chat is doing.
         settings: how the chat begins.
         stored: the stored conversation to go on with.
+        tools: the MCP servers.
 
     Raises:
         EdgeError: the conversation to go on with cannot be read.
@@ -81,7 +87,9 @@ class Chat:
         interrupts: ChatInterrupts,
         settings: ChatSettings,
         stored: Conversation | None = None,
+        tools: ToolServers | None = None,
     ) -> None:
+        self.tools: Final = tools or ToolServers()
         self.model: Final = model
         self.store: Final = store
         self.settings: Final = settings
@@ -144,27 +152,24 @@ class Chat:
         Raises:
             EdgeError: it cannot be answered.
         """
-        fit = self._fit(self.store.branch(question.id), self.options())
         message = self.conversation.add_answer(question, model_name_of(self.model.engine))
-        writer = MessageWriter(self.store, message.id, tokens=None)
+        answer = ChatAnswer(self.store, message, self.reader.ask, self.note)
         try:
-            self._generate(fit, writer, self.options())
+            self._write(answer)
         finally:
-            if not writer.content and self.store.message(message.id).state is not MessageState.COMPLETE:
-                self.store.delete_message(message.id)
+            if not answer.writer.content and not answer.writer.rounds and answer.state is not MessageState.COMPLETE:
+                self.store.delete_message(answer.message.id)
 
-    def continue_answer(self, answer: StoredMessage) -> None:
+    def continue_answer(self, message: StoredMessage) -> None:
         """Let an answer go on where it ended.
 
         Raises:
             EdgeError: it cannot go on.
         """
-        options = self.options().changed({"answer_start": answer.content})
-        fit = self._fit(self.store.branch(answer.id)[:-1], options)
-        self.show_message(answer)
-        writer = MessageWriter(self.store, answer.id, answer.content, tokens=None)
-        self._generate(fit, writer, options)
-        if writer.content == answer.content:
+        self.show_message(message)
+        answer = ChatAnswer(self.store, message, self.reader.ask, self.note)
+        self._write(answer)
+        if (answer.writer.content, answer.writer.rounds) == (message.content, message.rounds):
             self.note("nothing follows: the model ends its answer here")
 
     def options(self) -> GenerateOptions:
@@ -303,39 +308,68 @@ class Chat:
             )
         return fit
 
-    def _generate(self, fit: ContextFit, writer: MessageWriter, options: GenerateOptions) -> None:
-        """Generate an answer, show it, and keep it.
+    def _write(self, answer: ChatAnswer) -> None:
+        """Write an answer, and make the calls of tools that it asks for.
 
         Raises:
             EdgeError: it failed; what was generated is kept.
         """
-        engine = self.model.engine
-        # What is stored goes on later, so it is what the model writes.
-        stream = engine.answer(fit.prompt, options.changed({"parse_answer": False}))
-        view = RawView() if self.raw else MarkdownView(self.console)
-        state, stats, error = MessageState.INTERRUPTED, None, None
-        described: dict[str, Any] | None = None
+        error, chosen = None, self.conversation.fields.tools
         try:
-            with self.model.progress, closing(stream), closing(view), self.interrupts.calling(stream.cancel):
-                for chunk in stream:
-                    view.write(chunk.text)
-                    writer.add(chunk)
-                    if chunk.stats is not None and chunk.finish_reason is not None:
-                        stats, state = chunk.stats, END_STATES[chunk.finish_reason]
-                        described = stats_object(chunk.stats, fit.trimmed)
+            with self.interrupts.calling(answer.cancellation.cancel):
+                with waiting_shown("starting the tools"):
+                    answer.tools = self.tools.offered(chosen, answer.cancellation)
+                if len(answer.tools) < len(chosen) or (chosen and not takes_calls(self.model.engine)):
+                    self.note("not all tools of this conversation are offered; /tools says why")
+                ToolCaller(self.store, self.tools, answer.tools).run(answer, lambda: self._generate(answer))
+        except CancelledError:
+            answer.state = MessageState.STOPPED
         except EdgeError as problem:
-            state, error = MessageState.FAILED, str(problem)
+            answer.state, error = MessageState.FAILED, str(problem)
             raise
         finally:
             self.interrupts.take()
-            writer.finish(state, described, error)
-        self._report(state, stats, options)
+            answer.writer.finish(answer.state or MessageState.INTERRUPTED, answer.described, error)
+        self._report(answer)
 
-    def _report(self, state: MessageState, stats: Stats | None, options: GenerateOptions) -> None:
+    def _generate(self, answer: ChatAnswer) -> None:
+        """Generate the next text of an answer, and show it.
+
+        Raises:
+            EdgeError: it failed; what was generated is kept.
+        """
+        engine, writer = self.model.engine, answer.writer
+        answer.calls, answer.state, answer.stats, answer.described = [], None, None, None
+        tools = [tool.definition(name) for name, tool in answer.tools.items()] if takes_calls(engine) else []
+        # Without tools, what is stored is what the model writes, because it goes on later.
+        parts = {"answer_start": writer.content, "tools": tools, "parse_answer": bool(tools)}
+        options = self.options().changed(parts)
+        messages = self.store.branch(answer.message.parent or "")
+        if writer.rounds:
+            messages.append(replace(answer.message, content="", rounds=writer.rounds))
+        fit = self._fit(messages, options)
+        stream = engine.answer(fit.prompt, options)
+        view = RawView() if self.raw else MarkdownView(self.console)
+        written = ReasoningText()
+        written.push(stream.start_parts.reasoning, stream.start_parts.text)
+        with self.model.progress, answer.cancellation.reading(stream), closing(view):
+            for chunk in stream:
+                text = written.push(chunk.reasoning, chunk.text)
+                view.write(text)
+                writer.add(chunk, text)
+                answer.calls += chunk.tool_calls
+                if chunk.stats is not None and chunk.finish_reason is not None:
+                    answer.stats, answer.state = chunk.stats, END_STATES[chunk.finish_reason]
+                    answer.described = stats_object(chunk.stats, fit.trimmed)
+
+    def _report(self, answer: ChatAnswer) -> None:
         """Say how an answer ended."""
-        if state is MessageState.STOPPED:
+        stats, options = answer.stats, self.options()
+        if answer.state is MessageState.STOPPED:
             self.note("stopped")
-        elif state is MessageState.LENGTH and options.max_tokens is None:
+        elif answer.calls and answer.state is MessageState.LENGTH:
+            self.note("it has asked for calls again and again; /continue goes on")
+        elif answer.state is MessageState.LENGTH and options.max_tokens is None:
             self.note("the context is full; /continue goes on with less of what was said before")
         if stats is None:
             return

@@ -15,8 +15,10 @@ from rich.table import Table
 from ....errors import InputError
 from ....models.user_text import read_text
 from ....runtime.options import GenerateOptions
+from ....runtime.scheduling.request_run import Cancellation
+from ...conversations.answering import takes_calls
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
-from ..output import can_draw, set_clipboard
+from ..output import can_draw, set_clipboard, waiting_shown
 from .chat import Chat
 from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
 from .prompt_reader import Command, command
@@ -202,6 +204,29 @@ class MessageCommands:
         self._chat.conversation.change(system=preset.system, sampling=dict(preset.sampling))
         self._system.run(self, "")
         self._set.run(self, "")
+
+    @command("/tools", "[all|none|NAME ...]", lambda _: ("all", "none"))
+    def _tools(self, argument: str) -> None:
+        """Choose tools of MCP servers that answers may ask for, or list them."""
+        chat, cancellation = self._chat, Cancellation()
+        with chat.interrupts.calling(cancellation.cancel), waiting_shown("starting the tools"):
+            names = [server["name"] for server in chat.tools.list()["servers"]]
+            chat.tools.offered(names, cancellation)
+        servers = chat.tools.list()["servers"]
+        ids = [tool["id"] for server in servers for tool in server["tools"]]
+        if words := set(argument.split()):
+            if unknown := sorted(words - {"all", "none", *ids, *names}):
+                raise InputError(f"there is no tool {unknown[0]!r:.100}", "/tools lists the tools and their servers")
+            chosen = [each for each in ids if {"all", each, each.partition("/")[0]} & words]
+            chat.conversation.change(tools=chosen)
+        for server in servers:
+            chat.note(f"{server['name']}: {server['error'] or server['state']}")
+            for tool in server["tools"]:
+                mark = "*" if tool["id"] in chat.conversation.fields.tools else " "
+                chat.note(f"{mark} {tool['id']}  {tool['description'].partition(chr(10))[0]}")
+        chat.note("* is offered to the model" if servers else "add servers in edge-run app, or start with --tools FILE")
+        if not takes_calls(chat.model.engine):
+            chat.note("this model has no form for calls of tools, so it is not told of any")
 
     @command("/load", "[FILE]", takes_path=True)
     def _load(self, argument: str) -> None:

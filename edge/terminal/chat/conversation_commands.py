@@ -124,7 +124,9 @@ class ChatCommands(MessageCommands):
     @command("/new")
     def _new(self, _argument: str) -> None:
         """Start a new conversation."""
-        self._chat.open(ChatConversation(self._chat.store, self._chat.conversation.fields.system))
+        fields = self._chat.conversation.fields
+        self._chat.open(ChatConversation(self._chat.store, fields.system))
+        self._chat.conversation.change(tools=fields.tools)
         self._chat.note("new conversation")
 
     @command("/delete")

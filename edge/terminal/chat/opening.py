@@ -10,6 +10,7 @@ from ....models.progress import ProgressDisplay
 from ....models.user_folders import data_folder
 from ...conversations.records import Conversation
 from ...conversations.store import ConversationStore
+from ...tools.tool_servers import ToolServers
 from ..output import can_draw, write_warning
 from .chat import Chat, ChatSettings
 from .chat_model import ChatModel, OpenModel, is_here, source_of
@@ -45,7 +46,9 @@ def open_chat(open_model: OpenModel, model: str | None, settings: ChatSettings) 
         progress = stack.enter_context(ProgressDisplay(transient=True))
         with interrupts.raising():
             chat_model = stack.enter_context(closing(ChatModel(open_model, model, progress)))
-        return _until_left(Chat(chat_model, store, interrupts, settings, conversation))
+        tools = ToolServers(data_folder(), servers=settings.tools)
+        stack.callback(tools.close)
+        return _until_left(Chat(chat_model, store, interrupts, settings, conversation, tools))
 
 
 def _until_left(chat: Chat) -> int:
@@ -58,6 +61,8 @@ def _until_left(chat: Chat) -> int:
         chat.reader = LineEditor(chat.interrupts, history, ChatCompleter(commands.by_name, commands), chat.status)
     chat.introduce_model()
     chat.open(chat.conversation)
+    if chat.settings.tools:
+        commands.run("/tools all")
     while True:
         try:
             draft, chat.draft = chat.draft, ""

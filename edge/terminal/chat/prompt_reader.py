@@ -96,16 +96,18 @@ class ChatInterrupts:
     def calling(self, act: Callable[[], None]) -> Iterator[None]:
         """Call `act` for every Ctrl-C within the block, and at its beginning for one that came before.
 
+        Of blocks within each other, the inner one acts.
+
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed again and again.
         """
-        self._act = act
+        before, self._act = self._act, act
         try:
             if self._presses:
                 act()
             yield
         finally:
-            self._act = None
+            self._act = before
 
     @contextmanager
     def raising(self) -> Iterator[None]:

@@ -232,8 +232,8 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
     def fail(*_arguments: Any, **_options: Any) -> Any:
         raise DeviceError("the device is gone", "start again")
 
-    def fail_after_text(writer: MessageWriter, chunk: edgerun.Chunk) -> None:
-        writer.content += chunk.text
+    def fail_after_text(writer: MessageWriter, chunk: edgerun.Chunk, text: str) -> None:
+        writer.content += text
         if writer.content:
             fail()
 

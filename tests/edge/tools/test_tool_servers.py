@@ -208,7 +208,7 @@ def test_servers_may_have_the_names_of_lists_and_what_is_not_taken_over_is_named
         ("far", {"url": "file:///etc/passwd"}, "the URL is 'file:///etc/passwd'"),
         ("far", {"url": "http://[::1/mcp"}, "the URL is 'http://[::1/mcp'"),
         ("far", {"url": "http://x:port/"}, "the URL is 'http://x:port/'"),
-        ("far", {"url": "http://x", "command": "y"}, "there are a command and a URL; give one of them"),
+        ("far", {"url": "http://x", "command": "y"}, "there are a command and a URL; name"),
         ("far", {"url": "http://x", "headers": {"A": "${KEY}"}}, "it has the placeholder ${KEY}; write"),
         ("far", {"url": "http://x", "headers": {"A": 1}}, "headers.A is the integer 1; it must be a string"),
         ("a b", TIME, "the name is 'a b'; use 1 to 40 letters, digits, - and _"),
