@@ -57,6 +57,7 @@ NOT_RUN: Final = {
     ".venv/bin/pip install": "downloads packages",
     ".venv/bin/pytest": "runs these tests",
     "edge-run app --window": "opens a window",
+    "edge-run my-model --tools servers.json": "needs servers; tests/edge/terminal/test_chat_tools.py has some",
     "edge-run my-model --device gpu": "needs a GPU; tests of devices have one in software",
     "edge-run train-draft TARGET OUT": "needs PyTorch; tests/edge/cli/test_train_draft_command.py trains",
     "edge-run export CHECKPOINT MODEL --draft OUT": "needs what training writes; tests/export/drafts has such drafts",

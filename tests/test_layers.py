@@ -19,7 +19,7 @@ ONLY_IN = {
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
     "matplotlib": ("edge/bench/",),
-    "mcp": ("edge/tools/mcp_connection.py",),
+    "mcp": ("edge/tools/",),
     "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/", "edge/tools/"),
     "torch": ("export/draft_training/",),
     "transformers": (),

@@ -36,6 +36,7 @@ SUFFIXES = (".py", ".md", ".toml", ".jinja")
 EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-helper/")
 """This list itself, and what models are trained on or read."""
 COMMANDS = (
+    "mcp",
     *("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models", "rpc", "serve", "app"),
     *("complete", "train-draft", "ps", "stop", "doctor"),
 )

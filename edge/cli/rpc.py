@@ -17,7 +17,7 @@ from .pool_options import POOL, Models
 from .shared_options import OptionsOf, takes_options
 
 _SHORTEST_LINE: Final = 1024
-_LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
+LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RpcOptions:
 _RPC: Final = OptionsOf(RpcOptions())
 
 
-@takes_options(POOL, _RPC, _LOAD, offline=True)
+@takes_options(POOL, _RPC, LOAD, offline=True)
 def rpc(
     models: Models = None,
     **given: Any,
@@ -42,7 +42,7 @@ def rpc(
 
     Example: edge-run rpc my-model
     """
-    options, load = _RPC.record(given), _LOAD.record(given)
+    options, load = _RPC.record(given), LOAD.record(given)
     from ..rpc.protocol_schema import protocol_schema
 
     if options.schema:

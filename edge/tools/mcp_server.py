@@ -1,0 +1,89 @@
+"""The MCP server of `edge-run mcp`: models of this machine as tools for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import anyio
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field
+
+from ...errors import EdgeError
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from ...runtime.result import Reply
+from ...runtime.scheduling.request_run import Cancellation
+from ...version import __version__
+from ..service.model_pool import ModelPool
+
+_Result = TypeVar("_Result")
+_Model: TypeAlias = Annotated[str | None, Field(description="Name of the model; null for the first one.")]
+
+
+def mcp_server(pool: ModelPool) -> MCPServer[Any]:
+    """A server with the tools `generate`, `embed` and `count_tokens`.
+
+    Args:
+        pool: the models.
+    """
+    names = ", ".join(entry.id for entry in pool.offered.entries())
+    server = MCPServer[Any]("edge-run", instructions=f"Models: {names}", version=__version__, log_level="ERROR")
+
+    async def use(model: str | None, work: Callable[[Engine, Cancellation], _Result]) -> _Result:
+        """Work with a model in a thread, which ends after its current pass where the call is cancelled."""
+        cancellation = Cancellation()
+
+        def run() -> _Result:
+            try:
+                with pool.use(model, cancellation=cancellation) as engine:
+                    return work(engine, cancellation)
+            except EdgeError as error:
+                raise ToolError(str(error)) from error
+
+        try:
+            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+        finally:
+            cancellation.cancel()
+
+    @server.tool()
+    async def generate(
+        prompt: Annotated[str, Field(description="What a user says to the model.")],
+        system: Annotated[str | None, Field(description="System message.")] = None,
+        max_tokens: Annotated[int | None, Field(description="Largest number of tokens to write.")] = None,
+        temperature: Annotated[float | None, Field(description="0 for the most likely text.")] = None,
+        model: _Model = None,
+    ) -> str:
+        """Answer a prompt with a language model that runs on this machine."""
+
+        def answer(engine: Engine, cancellation: Cancellation) -> str:
+            options = GenerateOptions(system=system, max_tokens=max_tokens, temperature=temperature)
+            with cancellation.reading(engine.stream(prompt, options)) as stream:
+                return Reply.of(list(stream)).text
+
+        return await use(model, answer)
+
+    @server.tool()
+    async def embed(
+        texts: Annotated[list[str], Field(description="The texts, each at most as long as the context.")],
+        model: _Model = None,
+    ) -> dict[str, list[list[float]]]:
+        """Embed texts: vectors of length 1, whose dot products say how similar the texts are."""
+
+        def vectors(engine: Engine, cancellation: Cancellation) -> dict[str, list[list[float]]]:
+            return {"embeddings": engine.embed(texts, cancelled=lambda: cancellation.cancelled).tolist()}
+
+        return await use(model, vectors)
+
+    @server.tool()
+    async def count_tokens(text: str, model: _Model = None) -> dict[str, int]:
+        """Count the tokens of a text, and tell how many the context of the model has."""
+
+        def count(engine: Engine, _cancellation: Cancellation) -> dict[str, int]:
+            tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+            return {"tokens": len(tokens), "context": engine.context}
+
+        return await use(model, count)
+
+    return server
