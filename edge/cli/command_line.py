@@ -38,8 +38,8 @@ COMMANDS: Final = {
     "ps": "List the models that running servers and apps have in memory.",
     "stop": "Unload a model from the memory of running servers and apps.",
     "doctor": "Show what this machine offers, what is kept on it, and what would make models faster.",
-    "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
     "mcp": "Offer models as tools to a program that uses MCP, over standard input and output.",
+    "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
 """What each command does; the module and the function are named like the command, with `_` for `-`, but for two."""
 ALIASES: Final = {
