@@ -136,7 +136,7 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_refused_before_a_prompt
             pytest.fail("standard input was read")
 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(Unread(b"a prompt"), encoding="utf-8"))
-    for arguments in (["whoami"], ["signin", "mistral"], ["cp", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
+    for arguments in (["whoami"], ["signin", "mistral"], ["copy", "a", "b"], ["mistral", "-n", "5"], ["run", "m.onnx"]):
         word = arguments[arguments[0] == "run"]
         said = fails(capsys, *arguments)
         assert said.startswith(f"'{word}' is neither a command nor a model; commands: app, run, complete, export, ")

@@ -66,8 +66,8 @@ def test_a_session_from_the_first_request_to_the_last(
     assert tool.problem({}) == "the arguments: city is missing"
     assert servers.call(tool, {"city": "Oslo"}, Cancellation()) == ("Oslo: sunny", False)
     servers.remove("far")
-    wait_until(lambda: server.requests[-1][0] == "DELETE")
-    assert not server.sessions
+    wait_until(lambda: not server.sessions)
+    assert "DELETE" in [method for method, _, _ in server.requests]
     first, *others = server.requests
     assert "mcp-session-id" not in first[2]
     for method, _, headers in server.requests:
@@ -189,4 +189,5 @@ def test_the_end_does_not_wait_for_a_server_that_is_silent(server: McpHttpServer
     with pytest.raises(Exception, match="cancelled"):
         servers.call(tool, {"city": "Oslo"}, cancellation)
     servers.close()
-    assert server.requests[-1][0] == "DELETE"
+    methods = [method for method, _, _ in server.requests]
+    assert "DELETE" in methods  # the notice that the call is cancelled may come after it
