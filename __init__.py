@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .runtime.engine import Engine
     from .runtime.engine_loading import load
     from .runtime.options import GenerateOptions
+    from .runtime.ranking import ChoiceScore, Relevance
     from .runtime.result import Chunk, Reply, Stats
     from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
@@ -54,6 +55,7 @@ __all__ = [
     "BundleError",
     "BusyError",
     "CheckpointError",
+    "ChoiceScore",
     "Chunk",
     "ContextError",
     "DestinationError",
@@ -69,6 +71,7 @@ __all__ = [
     "LoadOptions",
     "OriginKind",
     "Power",
+    "Relevance",
     "Reply",
     "ResponseFormat",
     "Session",
@@ -106,6 +109,7 @@ _MODULES = {
     ".runtime.engine": ("Engine",),
     ".runtime.engine_loading": ("load",),
     ".runtime.options": ("GenerateOptions",),
+    ".runtime.ranking": ("ChoiceScore", "Relevance"),
     ".runtime.result": ("Chunk", "Reply", "Stats"),
     ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),

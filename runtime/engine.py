@@ -27,6 +27,7 @@ from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .overflow import Overflow, answer_reserve
 from .prefill import never
+from .ranking import ChoiceScore, Relevance, rank_choices, score_documents
 from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream, read_async
 from .speculation.choice import Speculation
@@ -66,6 +67,7 @@ class Engine:
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self.device: Final = model.device
         self.tokenizer: Final = model.tokenizer
+        self.vocab_size: Final = model.graph_io.vocab_size
         self.template: Final = model.template
         """The chat template, or None."""
         self.answer_format: Final = model.answer_format
@@ -233,10 +235,7 @@ class Engine:
             InputError: a message has another form, or an option does not fit the prompt.
             TemplateError: the model has no chat template, or it failed.
         """
-        chosen = options or GenerateOptions()
-        start = self.model.answer_start(chosen)
-        prompt_ids = self._raw_ids(prompt, chosen) if chosen.raw else self.chat_prompt(prompt, chosen).ids
-        return len(prompt_ids) + (0 if start is None else len(start.token_ids))
+        return len(self._prompt_ids(prompt, options or GenerateOptions()))
 
     @checked_arguments
     def session(self, *, system: str | None = None, resume: str | os.PathLike[str] | None = None) -> Session:
@@ -293,6 +292,59 @@ class Engine:
                 model wants another pooling.
         """
         return embed_texts(self.model, texts, self.model.queue.turn, cancelled)
+
+    @checked_arguments
+    def rank(
+        self,
+        prompt: Prompt,
+        choices: Sequence[str | Sequence[int]],
+        options: GenerateOptions | None = None,
+        *,
+        cancelled: Callable[[], bool] = never,
+    ) -> tuple[ChoiceScore, ...]:
+        """Compare texts by how probable they are as answers; the prompt is read once.
+
+        Args:
+            prompt: a text or a conversation, as for `generate`, made with `options`.
+            choices: the texts, or their token ids. Special tokens that are written out in them are plain text.
+            options: those that make the prompt count, such as `raw`, `system` and `answer_start`.
+            cancelled: called before every forward pass; True ends the work with an `EdgeError`.
+
+        Returns:
+            The scores, the most probable choice first.
+
+        Raises:
+            ContextError: the prompt and a choice do not fit the context.
+            InputError: a choice is empty; and the errors of `generate`.
+        """
+        return rank_choices(self.model, self._prompt_ids(prompt, options or GenerateOptions()), choices, cancelled)
+
+    @checked_arguments
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        cancelled: Callable[[], bool] = never,
+    ) -> Relevance:
+        """Say how relevant documents are to a query: the probability of "yes" as the answer to a question about each.
+
+        The question is Qwen3-Reranker's; what comes before the document is read once. Errors are those of `rank`.
+
+        Args:
+            query: what is searched.
+            documents: the texts, each of which must fit the context together with the query.
+            instruction: what makes a document relevant; None for being an answer to a web search.
+            cancelled: as for `rank`.
+        """
+        return score_documents(self.model, query, documents, instruction, cancelled)
+
+    def _prompt_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
+        """Token ids of a prompt, and of the start of its answer; errors as for `generate`."""
+        start = self.model.answer_start(options)
+        prompt_ids = self._raw_ids(prompt, options) if options.raw else self.chat_prompt(prompt, options).ids
+        return prompt_ids if start is None else [*prompt_ids, *start.token_ids]
 
     def _raw_ids(self, prompt: Prompt, options: GenerateOptions) -> list[int]:
         """Token ids of a raw prompt; errors as for `generate`."""

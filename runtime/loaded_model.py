@@ -280,7 +280,8 @@ class LoadedModel:
 
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
-                return PromptAnswers(self, request, self._continued_prefix(request), ticket).chunks()
+                continued = self.continued_prefix(request.prompt_ids, exact=options.exact)
+                return PromptAnswers(self, request, continued, ticket).chunks()
             return self.generate(sequence, request, partial(self.queue.yield_turn, ticket))
 
         return AnswerStream(
@@ -343,7 +344,7 @@ class LoadedModel:
         if request.options.grammar_aligned > 1 and request.futures is None:
             return self._aligned(sequence, request, cancelled)
         if sequence is None:
-            sequence = self._continued_prefix(request)
+            sequence = self.continued_prefix(request.prompt_ids, exact=request.options.exact)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
 
     def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
@@ -355,11 +356,11 @@ class LoadedModel:
 
         return generate_aligned(generate, request)
 
-    def _continued_prefix(self, request: Request) -> CachedSequence:
+    def continued_prefix(self, prompt_ids: Sequence[int], *, exact: bool = False) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
         # What another request has computed may differ in the last bits, so exact answers start afresh.
-        arena = self.prefixes.take(() if request.options.exact else request.prompt_ids)
-        token_ids = list(request.prompt_ids[: arena.length])
+        arena = self.prefixes.take(() if exact else prompt_ids)
+        token_ids = list(prompt_ids[: arena.length])
         return CachedSequence(self._open_graph().bind(arena), token_ids, self._progress, self.prefixes)
 
     def _prefix_key(self) -> str:

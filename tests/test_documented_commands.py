@@ -28,6 +28,7 @@ from support.hub_server import HubServer, files_of, own_hub
 from support.infill_models import write_suggesting_bundle
 from support.layouts import LAYOUTS, write_layout
 from support.processes import EDGE_RUN, started_until
+from support.rerankers import write_reranker
 from support.rpc_client import rpc
 from support.scripted_model import write_calling_bundle
 from support.serving import PATIENCE_S, chat_body
@@ -117,6 +118,7 @@ def write_files(folder: Path) -> None:
     shutil.copytree(folder / "my-model", folder / "other-model")
     recipe = ExportRecipe(FP32, hidden_states=True)
     shutil.copytree(write_bundle(scratch / "hidden", weights=recipe), folder / "my-embedding-model")
+    shutil.copytree(write_reranker(scratch / "reranker").with_name("bundle"), folder / "my-reranker")
     write_gguf(folder / "model.gguf", write_checkpoint(scratch / "gguf"))
     write_layout(folder / "some-folder", LAYOUTS["optimum-two-decoders"])
     # With its tokenizer and config.json beside it.

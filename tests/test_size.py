@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_344, 120, 256),
     "export": (15_380, 130, 178),
-    "runtime": (19_184, 171, 281),
+    "runtime": (19_338, 172, 284),
     "models": (2_930, 27, 34),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 20_752, "edge.cli.run": 21_613}
+CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 20_906, "edge.cli.run": 21_767}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
