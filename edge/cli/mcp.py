@@ -12,10 +12,7 @@ from .shared_options import takes_options
 
 
 @takes_options(POOL, LOAD, offline=True)
-def mcp(
-    models: Models = None,
-    **given: Any,
-) -> None:
+def mcp(models: Models = None, **given: Any) -> None:
     """Offer models as tools to a program that uses MCP, over standard input and output, until the input ends.
 
     The program starts the command itself, as its settings say: {"mcpServers": {"edge-run": {"command": "edge-run",

@@ -146,12 +146,11 @@ class McpConnection:
         except ImportError as error:
             raise EdgeError("the package mcp is missing", 'pip install "edge-run[mcp]"') from error
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # what it logs is raised as well, and said on one line
-        url = self.server.url
         with _errors() as (file, lines):
             started = False
             try:
                 async with AsyncExitStack() as opened:
-                    if url:
+                    if url := self.server.url:
                         client = await opened.enter_async_context(http_client(self.server, lines))
                         transport = streamable_http_client(url, http_client=client, max_sse_event_size=MAX_BYTES)
                     else:

@@ -15,9 +15,8 @@ from ...tools.mcp_connection import ServerTool
 
 _QUESTION: Final = "run this? y = once, a = always in this conversation, n = refuse: "
 _DECISIONS: Final[Mapping[str, Decision]] = {"y": "run", "a": "always", "n": "refuse"}
-_SHOWN_LINES: Final = 8
-_SHOWN_CHARACTERS: Final = 600
-"""What is shown of the result of a call; the model reads all of it."""
+_SHOWN: Final = 600
+"""Characters that are shown of the result of a call; the model reads all of it."""
 
 
 class ChatAnswer(CallingAnswer):
@@ -73,5 +72,4 @@ class ChatAnswer(CallingAnswer):
             name = self.tools[call.name].id if call.name in self.tools else call.name
             self._note(f"{name} {on_one_line(call.arguments)}")
             return
-        beginning = "\n".join(result.split("\n")[:_SHOWN_LINES])[:_SHOWN_CHARACTERS]
-        self._note(beginning if beginning == result else f"{beginning}\n... of {len(result)} characters")
+        self._note(result if len(result) <= _SHOWN else f"{result[:_SHOWN]}\n... of {len(result)} characters")

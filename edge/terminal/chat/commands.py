@@ -210,12 +210,11 @@ class MessageCommands:
         """Choose tools of MCP servers that answers may ask for, or list them."""
         chat, cancellation = self._chat, Cancellation()
         with chat.interrupts.calling(cancellation.cancel), waiting_shown("starting the tools"):
-            names = [server["name"] for server in chat.tools.list()["servers"]]
-            chat.tools.offered(names, cancellation)
+            chat.tools.offered([server["name"] for server in chat.tools.list()["servers"]], cancellation)
         servers = chat.tools.list()["servers"]
         ids = [tool["id"] for server in servers for tool in server["tools"]]
         if words := set(argument.split()):
-            if unknown := sorted(words - {"all", "none", *ids, *names}):
+            if unknown := sorted(words - {"all", "none", *ids, *(server["name"] for server in servers)}):
                 raise InputError(f"there is no tool {unknown[0]!r:.100}", "/tools lists the tools and their servers")
             chosen = [each for each in ids if {"all", each, each.partition("/")[0]} & words]
             chat.conversation.change(tools=chosen)

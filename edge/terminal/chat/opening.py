@@ -46,8 +46,7 @@ def open_chat(open_model: OpenModel, model: str | None, settings: ChatSettings) 
         progress = stack.enter_context(ProgressDisplay(transient=True))
         with interrupts.raising():
             chat_model = stack.enter_context(closing(ChatModel(open_model, model, progress)))
-        tools = ToolServers(data_folder(), servers=settings.tools)
-        stack.callback(tools.close)
+        tools = stack.enter_context(closing(ToolServers(data_folder(), servers=settings.tools)))
         return _until_left(Chat(chat_model, store, interrupts, settings, conversation, tools))
 
 
