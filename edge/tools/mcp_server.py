@@ -23,7 +23,7 @@ _Model: TypeAlias = Annotated[str | None, Field(description="Name of the model; 
 
 
 def mcp_server(pool: ModelPool) -> MCPServer[Any]:
-    """A server with the tools `generate`, `embed` and `count_tokens`.
+    """A server with the tools `generate`, `embed`, `rerank` and `count_tokens`.
 
     Args:
         pool: the models.
@@ -75,6 +75,16 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
             return {"embeddings": engine.embed(texts, cancelled=lambda: cancellation.cancelled).tolist()}
 
         return await use(model, vectors)
+
+    @server.tool()
+    async def rerank(query: str, documents: list[str], model: _Model = None) -> dict[str, list[float]]:
+        """Say how relevant each document is to a query, from 0 to 1."""
+
+        def scores(engine: Engine, cancellation: Cancellation) -> dict[str, list[float]]:
+            found = engine.score(query, documents, cancelled=lambda: cancellation.cancelled)
+            return {"scores": found.scores.tolist()}
+
+        return await use(model, scores)
 
     @server.tool()
     async def count_tokens(text: str, model: _Model = None) -> dict[str, int]:

@@ -24,6 +24,7 @@ import edgerun
 from edgerun.export import FP32, ExportRecipe
 from support.commands import Capture, fails
 from support.processes import EDGE_RUN, started
+from support.rerankers import write_reranker
 from support.scripted_model import write_calling_bundle
 from support.tiny_models import write_bundle
 
@@ -36,12 +37,14 @@ INITIALIZE = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model whose answer is known, and one that gives hidden states."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A model whose answer is known, one that gives hidden states, and one that can say yes and no."""
     folder = tmp_path_factory.mktemp("models")
+    write_reranker(folder / "reranker")
     hidden = write_bundle(folder / "hidden", weights=ExportRecipe(FP32, hidden_states=True))
     scripted = write_calling_bundle(folder / "scripted")
-    return scripted.rename(folder / "writer"), hidden.rename(folder / "embedder")
+    reranker = folder / "reranker" / "bundle"
+    return scripted.rename(folder / "writer"), hidden.rename(folder / "embedder"), reranker.rename(folder / "judge")
 
 
 class Client:
@@ -85,20 +88,21 @@ def client(*arguments: object) -> Iterator[Client]:
         yield Client(process)
 
 
-def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path]) -> None:
-    writer, embedder = models
+def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path, Path]) -> None:
+    writer, embedder, judge = models
 
     async def talk() -> dict[str, Any]:
-        program, *arguments = (*EDGE_RUN, "mcp", str(writer), str(embedder))
+        program, *arguments = (*EDGE_RUN, "mcp", *map(str, models))
         parameters = StdioServerParameters(command=program, args=arguments)
         async with stdio_client(parameters) as streams, ClientSession(*streams) as session:
             first = await session.initialize()
             assert (first.server_info.name, first.server_info.version) == ("edge-run", edgerun.__version__)
-            assert first.instructions == "Models: writer, embedder"
+            assert first.instructions == "Models: writer, embedder, judge"
             tools = {tool.name: tool for tool in (await session.list_tools()).tools}
             assert {name: tool.input_schema["required"] for name, tool in tools.items()} == {
                 "generate": ["prompt"],
                 "embed": ["texts"],
+                "rerank": ["query", "documents"],
                 "count_tokens": ["text"],
             }
             assert all(tool.description for tool in tools.values())
@@ -106,6 +110,7 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
                 "text": ("generate", {"prompt": "Hello", "system": "Be brief.", "temperature": 0}),
                 "cut": ("generate", {"prompt": "Hello", "max_tokens": 1}),
                 "vectors": ("embed", {"texts": ["one", "the other"], "model": "embedder"}),
+                "scores": ("rerank", {"query": "the sea", "documents": ["the sand", "that"], "model": "judge"}),
                 "count": ("count_tokens", {"text": "the other"}),
                 "no hidden states": ("embed", {"texts": ["one"]}),
                 "no model": ("generate", {"prompt": "Hello", "model": "none"}),
@@ -116,6 +121,9 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
             return {name: await session.call_tool(*call) for name, call in calls.items()}
 
     results = asyncio.run(talk())
+    with edgerun.load(judge) as judging:
+        scores = judging.score("the sea", ["the sand", "that"]).scores
+    np.testing.assert_allclose(results["scores"].structured_content["scores"], scores, rtol=0, atol=1e-6)
     with edgerun.load(writer) as written, edgerun.load(embedder) as embedded:
         assert results["text"].content[0].text == written.generate("Hello").text
         assert results["text"].content[0].text.startswith("No functions: ")
@@ -127,13 +135,13 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
     said = {name: result.content[0].text for name, result in results.items() if result.is_error}
     assert said.keys() == {"no hidden states", "no model", "no number", "no text"}
     assert "does not give hidden states" in said["no hidden states"]
-    assert "there is no model 'none'; models are: writer, embedder" in said["no model"]
+    assert "there is no model 'none'; models are: writer, embedder, judge" in said["no model"]
     assert "max_tokens" in said["no number"].replace("-", "_")
     assert "prompt" in said["no text"]
 
 
 def test_only_messages_are_on_standard_output_and_errors_have_the_numbers_of_json_rpc(
-    models: tuple[Path, Path],
+    models: tuple[Path, Path, Path],
 ) -> None:
     with client(models[0]) as connection:
         assert connection.first["protocolVersion"] == "2025-06-18"
