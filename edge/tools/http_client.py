@@ -40,7 +40,8 @@ def http_client(server: ToolServer, errors: deque[str]) -> httpx2.AsyncClient:
     """A client that sends the headers of a server, and waits for responses as long as the caller does.
 
     Responses are not compressed, so that their size is that of what is read. Programs of this machine are reached
-    without the proxy that the environment may name.
+    without the proxy that the environment may name. For a session that a server has forgotten, the protocol has the
+    status 404, and many servers send 400.
 
     Args:
         server: the server.
@@ -54,6 +55,9 @@ def http_client(server: ToolServer, errors: deque[str]) -> httpx2.AsyncClient:
     async def limit_body(response: httpx2.Response) -> None:
         if response.is_error:
             errors.append(f"{response.status_code} {response.reason_phrase}")
+        if response.status_code in {400, 404} and "mcp-session-id" in response.request.headers:
+            response.status_code = 404  # with any body, so that the SDK says that the session has ended
+            response.headers.pop("content-type", None)
         response.headers.pop("content-encoding", None)
         response.stream = _FirstBytes(cast(httpx2.AsyncByteStream, response.stream))
 

@@ -26,8 +26,6 @@ START_S: Final = 60.0
 """Seconds within which a server has to list its tools: some are downloaded by their first start."""
 CALL_S: Final = 600.0
 """Seconds within which a call has to end."""
-_SESSION_LOST: Final = "Session terminated"
-"""What the SDK makes of the status 404."""
 _MOST_TOOLS: Final = 512
 _MOST_CHARACTERS: Final = 100_000
 """Most characters of a result; a context has no room for more."""
@@ -118,7 +116,7 @@ class McpConnection:
         except TimeoutError:
             return f"error: the tool has not answered within {CALL_S:.0f} seconds", True
         except MCPError as error:
-            self.session_lost = bool(self.server.url) and str(error) == _SESSION_LOST
+            self.session_lost = bool(self.server.url) and str(error) == "Session terminated"  # the SDK's words for 404
             if "closed" not in str(error).lower() and not self.session_lost:
                 return f"error: {_reason(error)}", True
             self._fail(EdgeError("the server has ended", "start it again in the settings"))

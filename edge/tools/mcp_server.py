@@ -81,8 +81,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
         """Say how relevant each document is to a query, from 0 to 1."""
 
         def scores(engine: Engine, cancellation: Cancellation) -> dict[str, list[float]]:
-            found = engine.score(query, documents, cancelled=lambda: cancellation.cancelled)
-            return {"scores": found.scores.tolist()}
+            return {"scores": engine.score(query, documents, cancelled=lambda: cancellation.cancelled).scores.tolist()}
 
         return await use(model, scores)
 

@@ -34,6 +34,8 @@ class McpHttpServer(ThreadingHTTPServer):
         self.requests: list[tuple[str, Json, dict[str, str]]] = []
         """Method of HTTP, message and headers of every request, whose names are in lower case."""
         self.sessions: set[str] = set()
+        self.refusal: tuple[int, bytes] = (404, b"")
+        """Status and JSON of the response to requests of a session that is not known."""
         self.ending: Final = threading.Event()
 
     def calls(self) -> list[str]:
@@ -70,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
                 result = {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}}}
                 self._result(message, {**result, "serverInfo": {"name": "fake", "version": "1"}}, session)
             elif headers.get("mcp-session-id") not in self.server.sessions:
-                self.reply(404, b"")
+                self.reply(*self.server.refusal, content_type="application/json")
             elif "id" not in message:
                 self.reply(202, b"")
             elif method == "tools/list":

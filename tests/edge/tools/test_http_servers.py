@@ -96,9 +96,13 @@ def test_a_server_of_the_official_package(servers: ToolServers, monkeypatch: pyt
     thread.join()
 
 
+@pytest.mark.parametrize("status", [404, 400])
+@pytest.mark.parametrize("id_", [{}, {"id": None}, {"id": 2}], ids=["no id", "null", "an id"])
 def test_a_call_is_made_in_a_new_session_where_the_server_has_forgotten_the_old_one(
-    server: McpHttpServer, servers: ToolServers
+    server: McpHttpServer, servers: ToolServers, status: int, id_: dict[str, object]
 ) -> None:
+    error = {"jsonrpc": "2.0", **id_, "error": {"code": -32000, "message": "Bad Request: No valid session ID provided"}}
+    server.refusal = (status, json.dumps(error).encode())
     servers.save("far", ServerFields(url=server.url))
     (tool,) = servers.offered([TOOL], Cancellation()).values()
     server.sessions.clear()
