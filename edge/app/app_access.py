@@ -166,7 +166,8 @@ def _token_of(port: int, owner_key: str) -> str:
 
 def announce(folder: Path, port: int, access: AppAccess) -> None:
     """Let other processes of this user find the app of this one; the file is readable by its owner alone."""
-    text = json.dumps({"port": port, "owner_key": access.owner_key, "process": os.getpid()})
+    url = f"http://127.0.0.1:{port}"
+    text = json.dumps({"url": url, "port": port, "owner_key": access.owner_key, "process": os.getpid()})
     write_atomically(folder / _ENDPOINT_FILE, text.encode(), private=True)
 
 

@@ -33,6 +33,7 @@ from .conversation_endpoints import checked_sampling, conversation_routes
 from .generations import Generations
 from .models.model_endpoints import ModelServices, model_routes
 from .page_files import PageFiles, PageHeaders, index_page
+from .start_at_login import change_login, login_state
 
 _log: Final = logging.getLogger(__name__)
 _POLL_S: Final = 1.0
@@ -201,6 +202,8 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
         ("GET", "/api/state", state),
         ("GET", "/api/usage", lambda: {"usage": store.usage()}),
         ("PATCH", "/api/settings", change),
+        ("GET", "/api/login", login_state),
+        ("PUT", "/api/login", change_login),
         ("PUT", "/api/presets/{preset:path}", save_preset),
         ("DELETE", "/api/presets/{preset:path}", delete_preset),
     )

@@ -16,7 +16,6 @@ from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
-from ..service.running_servers import announced
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import POOL, Models
 from .shared_options import OptionsOf, takes_options
@@ -90,7 +89,7 @@ def app(
         pool = stack.enter_context(POOL.record(given).open(models, load))
         listening = stack.enter_context(_bound_socket(options.port))
         server, url = _server(store, pool, listening.getsockname()[1], load)
-        with showing_tracebacks(given["debug"]), announced(url.partition("/open")[0]):
+        with showing_tracebacks(given["debug"]):
             if options.window:
                 _run_in_window(server, listening, url)
             else:

@@ -42,12 +42,7 @@ COMMANDS: Final = {
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
 """What each command does; the module and the function are named like the command, with `_` for `-`, but for two."""
-ALIASES: Final = {
-    "list": ("models",),
-    "ls": ("models",),
-    "show": ("inspect",),
-    "rm": ("models", "--remove"),
-}
+ALIASES: Final = {"list": ("models",), "ls": ("models",), "show": ("inspect",), "rm": ("models", "--remove")}
 """Names that commands have in other programs, which work here too."""
 _DEFAULT_COMMAND: Final = "run"
 _OTHER_NAMES: Final = {

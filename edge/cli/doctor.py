@@ -18,8 +18,8 @@ from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
-from ...runtime.devices.chip import chip_features, system_text
-from ...runtime.devices.processor import Power, choose_power, default_threads, usable_cores
+from ...runtime.devices.chip import chip_features
+from ...runtime.devices.processor import Power, choose_power, default_threads
 from ...runtime.devices.providers import available_devices, cpu_device
 from ...runtime.graph.packed_files import lacks_prepacked
 from ...runtime.graph.session import SessionConfig
@@ -39,7 +39,6 @@ _INSTRUCTION_SETS: Final = (
 """Those that kernels for matrices use, by their names on Linux and macOS; Windows has numbers for them."""
 _MEMORY_SHARE: Final = 0.8
 """Share of the memory that a model should take at most."""
-_PLATFORM_PROFILE: Final = Path("/sys/firmware/acpi/platform_profile")
 
 
 def doctor(
@@ -59,7 +58,6 @@ def doctor(
         "tokenizers": tokenizers.__version__,
         "python": platform.python_version(),
         "instruction_sets": [name for name in _INSTRUCTION_SETS if name in features],
-        "usable_processors": usable_cores(),
         "default_threads": default_threads(),
         "memory_bytes": memory.total,
         "free_memory_bytes": memory.available,
@@ -96,8 +94,6 @@ def _advice() -> Iterator[str]:
     """What about the machine and its models would make these faster, and which ones do not fit."""
     if choose_power(Power.AUTO).saves:
         yield "this machine runs on its battery, so half of the threads compute: --power performance uses all"
-    if system_text(_PLATFORM_PROFILE) == "low-power":
-        yield "the system saves power: choose another power mode in its settings"
     models = [model for model in described_models()["models"] if not model["unfinished"]]
     if len(models) < 2:
         yield "there is no model to chat with: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct"

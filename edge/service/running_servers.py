@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from ...models.user_folders import data_folder, make_private_folder
 API_KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _ANSWER_S: Final = 5.0
 _MAX_BYTES: Final = 8 << 20
-_log: Final = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -31,31 +29,30 @@ def announced(url: str) -> Iterator[None]:
     """
     file = data_folder() / f"server-{os.getpid()}.json"
     with ExitStack() as stack:
-        try:
+        with suppress(OSError):  # a folder that cannot be written; the server works without
             make_private_folder(file.parent)
             stack.enter_context(locked(file.with_suffix(".lock"), _ANSWER_S, remove=True))
             write_atomically(file, json.dumps({"url": url, "process": os.getpid()}).encode(), private=True)
             stack.callback(remove, file)
-        except OSError as error:  # a folder that cannot be written; the server works without
-            _log.warning("edge-run ps will not find this server: %s", error)
         yield
 
 
 def running_servers() -> list[dict[str, Any]]:
-    """The servers and apps of this user that run.
+    """The servers of this user that run, and the app, which announces itself (`edge.app.app_access`).
 
     Returns:
         For each its `url`, its `process`, the `models` in memory as in the answer of Ollama's `/api/ps`, and the
         `problem` if it does not say them, else None.
     """
     found: list[dict[str, Any]] = []
-    for file in sorted(data_folder().glob("server-*.json")):
-        with suppress(OSError, ValueError):
+    for file in [*data_folder().glob("app.json"), *sorted(data_folder().glob("server-*.json"))]:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             try:
                 with locked(file.with_suffix(".lock"), 0.0, remove=True):
                     file.unlink()  # its process was killed
             except TimeoutError:
-                found.append({**json.loads(file.read_bytes()), "models": [], "problem": None})
+                read = json.loads(file.read_bytes())
+                found.append({"url": read["url"], "process": read["process"], "models": [], "problem": None})
     for server in found:
         try:
             server["models"] = ask(f"{server['url']}/api/ps")["models"]

@@ -79,6 +79,8 @@ function latestOf(path) {
 
 export const getState = latestOf("/api/state");
 export const getUsage = () => request("GET", "/api/usage");
+export const getLogin = () => request("GET", "/api/login");
+export const changeLogin = (enabled) => request("PUT", "/api/login", { enabled });
 export const changeSettings = (changes) => request("PATCH", "/api/settings", changes);
 
 export const getConversations = latestOf("/api/conversations?deleted=0");

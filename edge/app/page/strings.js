@@ -471,6 +471,12 @@ export const strings = {
     font_size: { label: "Font size", value: (pixels) => `${pixels} px` },
     import: "Import …",
     imported: (number) => `Imported ${count(number, "conversation", "conversations")}`,
+    login: {
+      title: "Start",
+      label: "Start the app when you log in",
+      about: "It runs in the background then, and edge-run app opens its page. Loaded models take memory; none is loaded at first.",
+      files: (enabled) => (enabled ? "These files do that, and switching it off removes them:" : "Switching it on writes these files, and nothing else:"),
+    },
     look: "Look",
     machine: ({ system, cores, memory_bytes: memory }) =>
       [system, cores && count(cores, "core", "cores"), memory && `${Math.round(memory / 2 ** 30)} GB of memory`]

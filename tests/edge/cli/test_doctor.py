@@ -82,15 +82,11 @@ def test_a_context_that_does_not_fit_the_memory_and_a_damaged_model_are_named(
     assert unreadable.startswith("damaged: cannot be read: ")
 
 
-def test_what_the_power_of_the_machine_means_is_said(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    profile = tmp_path / "platform_profile"
-    profile.write_text("balanced\n", encoding="utf-8")
-    monkeypatch.setattr(command, "_PLATFORM_PROFILE", profile)
+def test_what_a_battery_means_is_said(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=True), raising=False)
-    assert advice(capsys, "battery") == advice(capsys, "saves power") == []
-    profile.write_text("low-power\n", encoding="utf-8")
+    assert advice(capsys, "battery") == []
     monkeypatch.setattr(psutil, "sensors_battery", lambda: SimpleNamespace(power_plugged=False), raising=False)
-    assert len(advice(capsys, "battery")) == len(advice(capsys, "saves power")) == 1
+    assert len(advice(capsys, "battery")) == 1
 
 
 def test_instruction_sets_are_named_where_the_system_does(monkeypatch: Patch, capsys: Capture) -> None:

@@ -32,7 +32,7 @@ def test_models_of_a_server_and_an_app_are_listed_and_unloaded(tiny_bundle: Path
         found = {each["url"]: each for each in json_of(capsys, "ps", "--json")["servers"]}
         assert set(found) == {server.base, app.base}
         assert [each["name"] for each in found[server.base]["models"]] == [name]
-        assert (found[app.base]["models"], found[app.base]["problem"]) == ([], None)
+        assert found[app.base] == {"url": app.base, "process": app.process.pid, "models": [], "problem": None}
         assert os.name == "nt" or not any(path.stat().st_mode & 0o077 for path in (home, *home.glob("server-*.json")))
 
         with app.client() as client:

@@ -2,7 +2,7 @@
 
 import { html, useRef } from "edgerun/preact";
 
-import { EXPORT_ALL_URL, getUsage, importConversations } from "../api.js";
+import { EXPORT_ALL_URL, changeLogin, getLogin, getUsage, importConversations } from "../api.js";
 import { attempt, changeSettings, notify, openConversation, refreshConversations, set, useStore } from "../store.js";
 import { strings } from "../strings.js";
 import { IconButton } from "./dialogs.js";
@@ -71,6 +71,28 @@ function Files() {
       <button type="button" class="button" onClick=${() => picker.current.click()}>${strings.settings.import}</button>
       <input ref=${picker} type="file" multiple hidden accept=".json,.md,.markdown,.txt" aria-label=${strings.settings.import} onChange=${take} />
     </p>
+  </section>`;
+}
+
+/** Whether the app starts at login; what that writes is shown before it is written. */
+function Login() {
+  const [got, setGot] = useFollowed(getLogin, {});
+  const words = strings.settings.login;
+  if (!got) return null;
+  const change = async (event) => {
+    const changed = await attempt(() => changeLogin(event.target.checked));
+    setGot(changed ?? { ...got });
+  };
+  return html`<section>
+    <h2>${words.title}</h2>
+    <label class="switch">
+      <input type="checkbox" checked=${got.enabled} aria-describedby="about-login" onChange=${change} />
+      <span>${words.label}<small class="quiet" id="about-login">${words.about}</small></span>
+    </label>
+    <p class="quiet">${words.files(got.enabled)}</p>
+    ${Object.entries(got.files).map(
+      ([path, text]) => html`<figure key=${path} class="login-file"><figcaption>${path}</figcaption><pre>${text}</pre></figure>`,
+    )}
   </section>`;
 }
 
@@ -145,6 +167,7 @@ export function SettingsPage() {
           <${Switch} name="show_statistics" value=${settings.show_statistics} />
           <${Switch} name="token_details" value=${settings.token_details} />
         </section>
+        <${Login} />
         <${ToolServers} />
         <${Files} />
         <${Usage} />
