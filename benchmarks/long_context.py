@@ -95,7 +95,7 @@ def measure(graphs: ChosenGraphs, further: LongContextGraph, context: int, turns
     """Time passes at a context."""
     arena = graphs.arena(context + max(_WIDTHS))
     bound: dict[str, BoundGraph] = {"own": graphs.bind(arena), "chosen": graphs.bind(arena)}
-    bound["own"].base_only = True
+    bound["own"].prefers_base = True
     long = graphs.bind_further(further, arena)
     if long is None:
         raise SystemExit(f"the model has no graph for long contexts: {further.obstacle}")

@@ -186,7 +186,7 @@ def _bound_graphs(engine: edgerun.Engine, context: int) -> dict[str, BoundGraph]
     bound = engine.model.new_sequence().bound
     bound.arena.expect(context)
     pad_cache(bound, context)
-    bound.base_only = True
+    bound.prefers_base = True
     graphs = {BASE_GRAPH: bound}
     if isinstance(bound, ChosenSession) and context >= LEAST_CONTEXT:
         further = bound.further(LongContextGraph.name)

@@ -229,7 +229,7 @@ class Generation:
                     exact_speculator, self._epsilon = speculator, report.epsilon
             speculator = exact_speculator
         self._speculator = speculator
-        self._sequence.bound.base_only = request.options.exact
+        self._sequence.bound.prefers_base = request.options.exact
         self._sequence.bound.shares_passes = not request.options.exact
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
         self._kept = self._sequence.continue_with(request.prompt_ids)

@@ -59,7 +59,7 @@ class BoundGraph(Protocol):
         arena: the cache that passes read and extend; see `use`.
         whole_logits: whether passes return the logits of the whole vocabulary. False allows a device to return those of
             a few best tokens only, and a number far below them for all others.
-        base_only: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
+        prefers_base: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
             round differently.
         shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
             rounds as a wider pass does, which exact answers and measurements must not.
@@ -70,7 +70,7 @@ class BoundGraph(Protocol):
     graph_io: GraphIO
     arena: KVArena
     whole_logits: bool = True
-    base_only: bool = False
+    prefers_base: bool = False
     shares_passes: bool = False
     others: OtherTexts = ALONE
     last_graph: str = BASE_GRAPH

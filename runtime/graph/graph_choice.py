@@ -125,7 +125,7 @@ class ChosenGraphs(DecoderGraph):
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> ChosenSession:
         """Bind to `arena`. With hidden states, which only the base graph gives, it runs all it can."""
-        return ChosenSession(self, self._base.bind(arena, hidden_states=hidden_states), base_only=hidden_states)
+        return ChosenSession(self, self._base.bind(arena, hidden_states=hidden_states), prefers_base=hidden_states)
 
     def bind_further(self, graph: FurtherGraph, arena: KVArena) -> BoundSession | None:
         """Bind a further graph, which is loaded if it is not; None if the base graph has to run its passes.
@@ -174,10 +174,10 @@ class ChosenSession(BoundGraph):
     Args:
         graphs: the graphs.
         base: the base graph, bound to the arena.
-        base_only: whether the base graph always runs every pass that it can.
+        prefers_base: whether the base graph always runs every pass that it can.
     """
 
-    def __init__(self, graphs: ChosenGraphs, base: BoundSession, *, base_only: bool = False) -> None:
+    def __init__(self, graphs: ChosenGraphs, base: BoundSession, *, prefers_base: bool = False) -> None:
         self.graph_io = graphs.graph_io
         self.arena = base.arena
         self._graphs: Final = graphs
@@ -186,8 +186,8 @@ class ChosenSession(BoundGraph):
         self._bound: Final[dict[str, BoundSession]] = {}
         """Bindings of further graphs by name."""
         required = tuple(graph for graph in graphs.further if graph.required)
-        self._asked: Final = (required if base_only else graphs.further, required)
-        """The graphs that are asked whether they take a pass, and those that are with `base_only`."""
+        self._further: Final = {False: required if prefers_base else graphs.further, True: required}
+        """The further graphs that may take a pass, by the value of `prefers_base` when it runs."""
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena, in all graphs, from now on."""
@@ -201,7 +201,7 @@ class ChosenSession(BoundGraph):
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
-        for graph in self._asked[self.base_only]:
+        for graph in self._further[self.prefers_base]:
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
         return self._base.prefill_width(preferred, remaining)
 
@@ -209,7 +209,7 @@ class ChosenSession(BoundGraph):
         """Run a pass in the first graph that takes it."""
         bound, base = self._base, self.arena.length
         self.last_graph = BASE_GRAPH
-        for graph in self._asked[self.base_only]:
+        for graph in self._further[self.prefers_base]:
             takes = graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:

@@ -97,50 +97,56 @@ class PackedPasses:
         self._outputs: Final = [each.name for each in session.get_outputs()]
         self._idle: Final = [_idle_inputs(session.get_inputs(), text) for text in range(texts)]
         """Inputs of a text without tokens: it runs one, of which nothing is used."""
-        self._texts: Final[list[TextBinding | None]] = [None] * texts
-        """The text that each place of the graph had last: binding its cache again takes time."""
+        self._last_bindings: Final[list[TextBinding | None]] = [None] * texts
+        """The binding that each batch index of the graph had last: binding its cache again takes time."""
         self._bound: Final[dict[str, ort.OrtValue | None]] = {}
         """What is bound, by name; None for outputs that ONNX Runtime allocates."""
         self._joined: Final[dict[str, tuple[Array, ort.OrtValue]]] = {}
         """Buffers of the outputs that have rows of all texts, by name."""
 
-    def run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
-        """Run the passes that are bound to `texts`."""
-        places = self._places(texts)
-        tokens = [each.inputs[self._tokens].numpy()[0] for each in texts]
+    def run(self, bindings: Sequence[TextBinding], options: ort.RunOptions) -> None:
+        """Run the passes of `bindings` as one."""
+        indices = self._batch_indices(bindings)
+        tokens = [each.inputs[self._tokens].numpy()[0] for each in bindings]
         ends = np.cumsum([0, *map(len, tokens)]).tolist()
-        wanted = [each.inputs[self._selection].numpy() + start for each, start in zip(texts, ends, strict=False)]
+        logit_positions = [
+            each.inputs[self._selection].numpy() + start for each, start in zip(bindings, ends, strict=False)
+        ]
         self._bind(self._tokens, wrapped(np.concatenate(tokens)[None]))
-        self._bind(self._selection, wrapped(np.concatenate(wanted)))
+        self._bind(self._selection, wrapped(np.concatenate(logit_positions)))
         order = np.empty(ends[-1], np.int64)
         first = 0
         outputs: dict[str, ort.OrtValue] = {}
-        for place, idle in enumerate(self._idle):
+        for batch_index, idle in enumerate(self._idle):
             inputs, width = idle, 1
-            if (index := places.get(place)) is not None:
-                text, start, end = texts[index], ends[index], ends[index + 1]
+            if (index := indices.get(batch_index)) is not None:
+                binding, start, end = bindings[index], ends[index], ends[index + 1]
                 width = end - start
                 order[start:end] = np.arange(first, first + width)
-                inputs = {of_text(name, place): text.inputs[name] for name in text.inputs if name not in self._bound}
-                inputs[of_text(ROWS, place)] = wrapped(np.arange(start, end))
-                outputs |= {of_text(name, place): value for name, value in text.outputs.items()}
+                inputs = {
+                    of_text(name, batch_index): binding.inputs[name]
+                    for name in binding.inputs
+                    if name not in self._bound
+                }
+                inputs[of_text(ROWS, batch_index)] = wrapped(np.arange(start, end))
+                outputs |= {of_text(name, batch_index): value for name, value in binding.outputs.items()}
             first += width
             for name, value in inputs.items():
                 self._bind(name, value)
         self._bind(ORDER, wrapped(order))
-        shared = [name for name in self._outputs if name in texts[0].outputs]
-        parts = {name: [each.outputs[name].numpy() for each in texts] for name in shared}
+        shared = [name for name in self._outputs if name in bindings[0].outputs]
+        parts = {name: [each.outputs[name].numpy() for each in bindings] for name in shared}
         for name in self._outputs:
             self._bind_output(name, self._join(name, parts[name]) if name in parts else outputs.get(name))
         self._session.run_with_iobinding(self._io, options)
         for name in shared:
-            first, found = 0, self._joined[name][0].reshape(-1, parts[name][0].shape[-1])
+            first, joined = 0, self._joined[name][0].reshape(-1, parts[name][0].shape[-1])
             for part in parts[name]:
-                rows = part.reshape(-1, part.shape[-1])
-                rows[...] = found[first : first + len(rows)]
-                first += len(rows)
-        for each, own in zip(texts, tokens, strict=True):
-            each.others = OtherTexts(len(texts) - 1, ends[-1] - len(own))
+                own_rows = part.reshape(-1, part.shape[-1])
+                own_rows[...] = joined[first : first + len(own_rows)]
+                first += len(own_rows)
+        for each, own in zip(bindings, tokens, strict=True):
+            each.others = OtherTexts(len(bindings) - 1, ends[-1] - len(own))
 
     def release(self) -> None:
         """Unbind the caches of the texts of the last pass, which would otherwise stay in memory."""
@@ -148,16 +154,16 @@ class PackedPasses:
             self._io.clear_binding_inputs()
             self._io.clear_binding_outputs()
             self._bound.clear()
-            self._texts[:] = [None] * len(self._texts)
+            self._last_bindings[:] = [None] * len(self._last_bindings)
 
-    def _places(self, texts: Sequence[TextBinding]) -> dict[int, int]:
-        """Index of each text by its place in the graph, which is the one of its last pass if that is free."""
-        places = {self._texts.index(each): index for index, each in enumerate(texts) if each in self._texts}
-        free = (place for place in range(len(self._texts)) if place not in places)
-        places |= {next(free): index for index, each in enumerate(texts) if each not in self._texts}
-        for place in range(len(self._texts)):
-            self._texts[place] = texts[places[place]] if place in places else None
-        return places
+    def _batch_indices(self, bindings: Sequence[TextBinding]) -> dict[int, int]:
+        """Index in `bindings` by batch index of the graph, which is the one of the last pass if that is free."""
+        last = self._last_bindings
+        indices = {last.index(each): index for index, each in enumerate(bindings) if each in last}
+        free = (batch_index for batch_index in range(len(last)) if batch_index not in indices)
+        indices |= {next(free): index for index, each in enumerate(bindings) if each not in last}
+        last[:] = [bindings[indices[each]] if each in indices else None for each in range(len(last))]
+        return indices
 
     def _join(self, name: str, parts: Sequence[Array]) -> ort.OrtValue:
         """A buffer for the rows of an output that belong to all texts."""
@@ -247,7 +253,7 @@ class SharedPasses:
         """Let passes of another graph be handed in."""
         self._graphs.append(graph)
 
-    def run(self, text: TextBinding, options: ort.RunOptions) -> None:
+    def run(self, binding: TextBinding, options: ort.RunOptions) -> None:
         """Run a pass, alone in its graph or together with those of the same graph that are handed in meanwhile.
 
         The turn is given to others until their passes are handed in too. The first thread that has it back runs all of
@@ -257,22 +263,22 @@ class SharedPasses:
             Exception: ONNX Runtime failed; all texts of the same pass get the same error.
         """
         handed_in, handed_in_at = self._handed_in, time.perf_counter()
-        if text.graph.cannot_share:  # it waits for nobody, and leaves those that wait for each other alone
-            self._run([text], options)
+        if binding.graph.cannot_share:  # it waits for nobody, and leaves those that wait for each other alone
+            self._run([binding], options)
         else:
-            handed_in.append(text)
+            handed_in.append(binding)
             try:
-                self._gather(lambda: text not in handed_in or len(handed_in) == self.texts)
+                self._gather(lambda: binding not in handed_in or len(handed_in) == self.texts)
             except BaseException:
-                if text in handed_in:
-                    handed_in.remove(text)
+                if binding in handed_in:
+                    handed_in.remove(binding)
                 raise
-            if text in handed_in:
-                texts = sorted(handed_in, key=lambda each: each.number)
+            if binding in handed_in:
+                bindings = sorted(handed_in, key=lambda each: each.number)
                 handed_in.clear()
-                self._run(texts, options)
-        text.others = text.others._replace(waited_s=time.perf_counter() - handed_in_at - text.pass_s)
-        error, text.error = text.error, None
+                self._run(bindings, options)
+        binding.others = binding.others._replace(waited_s=time.perf_counter() - handed_in_at - binding.pass_s)
+        error, binding.error = binding.error, None
         if error is not None:
             raise error
 
@@ -287,15 +293,15 @@ class SharedPasses:
             graph.close()
         self._graphs.clear()  # each refers to its session, which maps the files of the weights
 
-    def _run(self, texts: Sequence[TextBinding], options: ort.RunOptions) -> None:
+    def _run(self, bindings: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, those of each graph together if they are several; texts keep their errors."""
-        graphs = dict.fromkeys(each.graph for each in texts)
+        graphs = dict.fromkeys(each.graph for each in bindings)
         for graph in set(self._graphs).difference(graphs):
             graph.release()
-        for each in texts:
+        for each in bindings:
             each.error = RuntimeError("the pass was interrupted")  # until its pass has run
         for graph in graphs:
-            own = [each for each in texts if each.graph is graph]
+            own = [each for each in bindings if each.graph is graph]
             packed = graph.packed() if len(own) > 1 else None
             if packed is None:
                 graph.release()
@@ -303,22 +309,22 @@ class SharedPasses:
                 self._run_pass(graph, packed, part, options)
 
     def _run_pass(
-        self, graph: SharedGraph, packed: PackedPasses | None, texts: Sequence[TextBinding], options: ort.RunOptions
+        self, graph: SharedGraph, packed: PackedPasses | None, bindings: Sequence[TextBinding], options: ort.RunOptions
     ) -> None:
         """Run one pass, in the packed form of a graph or in the graph itself."""
         started = time.perf_counter()
         try:
             if packed is not None:
-                packed.run(texts, options)
+                packed.run(bindings, options)
             else:
-                texts[0].others = ALONE
-                graph.session.run_with_iobinding(texts[0], options)
+                bindings[0].others = ALONE
+                graph.session.run_with_iobinding(bindings[0], options)
         except Exception as error:  # noqa: BLE001  each text raises it in its own thread
-            for each in texts:
+            for each in bindings:
                 each.error = error
             return
         passes, all_texts, all_tokens = self.totals
-        tokens = sum(each.inputs[self._tokens].shape()[1] for each in texts)
-        self.totals = PassTotals(passes + 1, all_texts + len(texts), all_tokens + tokens)
-        for each in texts:
+        tokens = sum(each.inputs[self._tokens].shape()[1] for each in bindings)
+        self.totals = PassTotals(passes + 1, all_texts + len(bindings), all_tokens + tokens)
+        for each in bindings:
             each.error, each.pass_s = None, time.perf_counter() - started

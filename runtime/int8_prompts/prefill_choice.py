@@ -192,7 +192,7 @@ class PrefillChoice:
         if int8 is None:
             return
         plain = graphs.bind(graphs.arena(self._context))
-        plain.base_only = True
+        plain.prefers_base = True
         prompts = quality_prompts(self._tokenizer)
         quality = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction))
         choice, busy = measure_prompt_speed(

@@ -108,7 +108,7 @@ class Comparison:
         self._engine = engine
         self._bound = engine.model.new_sequence().bound
         # Exact answers run in the model's own graph, and all answers to a prompt share the slots of one prefill.
-        self._bound.base_only = True
+        self._bound.prefers_base = True
         self._cached_prompt: tuple[int, ...] = ()
         """The prompt whose slots, except for the last token's, are in the arena."""
         self._limits = DecodeLimits(max_tokens, engine.tokenizer.eos)
@@ -170,7 +170,7 @@ class Comparison:
 
         def steps(prompt: Sequence[int], speculator: Speculator, taker: TurnTaker) -> Generator[Step, None, None]:
             bound = model.new_sequence().bound
-            bound.base_only = True
+            bound.prefers_base = True
             prefill(bound, prompt[:-1])
             bound.shares_passes = True
             limits = replace(self._limits, cancelled=partial(queue.yield_turn, taker))

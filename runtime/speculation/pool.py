@@ -126,7 +126,7 @@ class DrafterPool:
             if self._exactness_report is None:
                 with self.measuring.stage("measuring how far passes differ"):
                     bound = self._bind()
-                    bound.base_only = True
+                    bound.prefers_base = True
                     self.store_exactness_report(measure_exactness(bound, token_ids))
         assert self._exactness_report is not None  # noqa: S101  stored or measured
         return self._exactness_report

@@ -73,10 +73,10 @@ def test_each_pass_runs_in_the_graph_that_takes_it(tiny_bundle: Path) -> None:
     wide = WidePasses(lambda: load(tiny_bundle))
     graphs, alone = ChosenGraphs(load(tiny_bundle), (wide,)), load(tiny_bundle)
     bound, expected = graphs.bind(graphs.arena(64)), alone.bind(alone.arena(64))
-    bound.base_only = True
+    bound.prefers_base = True
     assert graphs_run(bound, PROMPT) == [BASE_GRAPH]
     assert "wide" not in graphs.loaded
-    bound.base_only = False
+    bound.prefers_base = False
     bound.arena.rewind_to(0)
     assert graphs_run(bound, PROMPT) == ["wide", "wide", BASE_GRAPH]
     prefill(expected, PROMPT)

@@ -359,12 +359,12 @@ def test_what_follows_plain_slots_again_has_their_bits(graph: GraphSession) -> N
         session.arena.commit(tokens)
         return logits
 
-    bound.base_only = True
+    bound.prefers_base = True
     np.testing.assert_array_equal(run(bound, 40), run(plain, 40))
-    bound.base_only = False
+    bound.prefers_base = False
     run(bound, 30)
     assert bound.last_graph == "further"
-    bound.base_only = True
+    bound.prefers_base = True
     run(bound, 2)
     assert (arena.plain_length, arena.length) == (40, 72)
     arena.rewind_to(arena.plain_length)

@@ -222,9 +222,9 @@ def test_short_contexts_wide_passes_and_exact_answers_are_the_own_graphs(
 
     assert [runs(1), runs(16), runs(128)] == [graph.name] * 3
     assert runs(129) == BASE_GRAPH
-    bound.base_only = True
+    bound.prefers_base = True
     assert runs(1) == BASE_GRAPH
-    bound.base_only = False
+    bound.prefers_base = False
     bound.arena.rewind_to(LEAST_CONTEXT - 1)
     assert runs(1) == BASE_GRAPH
     bound.arena.pad_to(LEAST_CONTEXT, 0.01)
@@ -235,7 +235,7 @@ def test_verify_tells_how_far_the_graphs_differ(
     opened: Callable[[], tuple[BoundGraph, LongContextGraph]], bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bound, graph = opened()
-    bound.base_only = True
+    bound.prefers_base = True
     noise = measure_width_noise(bound, [prompt(60)], widths=(1, 2), long_context=bound.further(graph.name))
     assert 0 < noise.long_context < 1e-3
     assert noise.largest == max(*noise.chains.values(), noise.trees)
