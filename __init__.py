@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .runtime.conversation import Session
     from .runtime.decode import FinishReason
     from .runtime.devices.processor import Power
+    from .runtime.encoders.encoder import Encoder, load_encoder
     from .runtime.engine import Engine
     from .runtime.engine_loading import load
     from .runtime.options import GenerateOptions
@@ -61,6 +62,7 @@ __all__ = [
     "DestinationError",
     "DeviceError",
     "EdgeError",
+    "Encoder",
     "Engine",
     "ExportError",
     "FinishReason",
@@ -85,6 +87,7 @@ __all__ = [
     "ToolRun",
     "__version__",
     "load",
+    "load_encoder",
     "run_tools",
 ]
 
@@ -106,6 +109,7 @@ _MODULES = {
     ".runtime.conversation": ("Session",),
     ".runtime.decode": ("FinishReason",),
     ".runtime.devices.processor": ("Power",),
+    ".runtime.encoders.encoder": ("Encoder", "load_encoder"),
     ".runtime.engine": ("Engine",),
     ".runtime.engine_loading": ("load",),
     ".runtime.options": ("GenerateOptions",),

@@ -16,7 +16,7 @@ from ..models.hub.downloaded_model import looks_like_hub_id
 from ..models.json_file import read_json_object
 from ..models.manifest import GraphLayout
 from ..models.progress import Progress, silent
-from ..runtime.embedding import is_mean_pooled
+from ..runtime.embedding import pooling_mode
 from .architectures import supported_families
 from .architectures.state_layers import ConvolutionConfig
 from .bundle_content import BundleContent
@@ -182,7 +182,7 @@ def export_checkpoint(
     with open_source(source) as (config, checkpoint):
         if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
             # Raises for another pooling than the two that are known.
-            is_mean_pooled(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
+            pooling_mode(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
         require_expressible(recipe, draft, config)
         context, plan = recipe.context_for(config), recipe.quant_plan(config, checkpoint.stored_format)
         content = BundleContent(

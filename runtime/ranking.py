@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BundleError, ContextError, EdgeError, InputError
+from ..errors import BundleError, EdgeError, InputError
 from ..models.find import model_name
 from .decode import check_prompt_fits
+from .embedding import checked_token_ids
 from .generation import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
@@ -112,21 +113,12 @@ def rank_choices(
     Choices that differ in their last token alone share their passes.
     """
     check_prompt_fits(prompt_ids, model.context)
-    encode = model.tokenizer.encode_plain
-    encoded = [tuple(encode(each)) if isinstance(each, str) else tuple(each) for each in choices]
-    most = model.graph_io.vocab_size
-    for index, token_ids in enumerate(encoded):
-        if not token_ids:
-            raise InputError(f"choice {index} is empty", "give at least one character")
-        if (tokens := len(prompt_ids) + len(token_ids)) > model.context:
-            what = f"the prompt and choice {index} have {tokens} tokens and the model's context is {model.context}"
-            raise ContextError(what, "shorten them")
-        if min(token_ids) < 0 or max(token_ids) >= most:
-            raise InputError(f"choice {index} has a token id that the model does not", f"they are 0 to {most - 1}")
+    room, most = model.context - len(prompt_ids), model.graph_io.vocab_size
+    encoded = checked_token_ids(choices, model.tokenizer.encode_plain, "choice", room, most)
     totals, softmax = [NO_LOGPROBS] * len(encoded), LogSoftmax(0, most)
     by_beginning = defaultdict(list)
     for index, token_ids in enumerate(encoded):
-        by_beginning[token_ids[:-1]].append(index)
+        by_beginning[tuple(token_ids[:-1])].append(index)
     with _reading(model, prompt_ids, cancelled) as reading:
         for beginning, members in by_beginning.items():
             logits = reading.logits([*prompt_ids, *beginning], len(prompt_ids) - 1)
@@ -147,11 +139,11 @@ def score_documents(
     yes, no = (_only_token(model, word) for word in ("yes", "no"))
     options = GenerateOptions(template_variables={"enable_thinking": False})
     asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
-    prompts = []
-    for index, document in enumerate(documents):
-        messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
-        prompts.append(model.chat_prompt(messages, options).ids)
-        check_document(index, len(prompts[-1]), model.context)
+    system = {"role": "system", "content": _JUDGE}
+    messages = [[system, {"role": "user", "content": asked + each}] for each in documents]
+    given = [model.chat_prompt(each, options).ids for each in messages]
+    room, most = model.context, model.graph_io.input_vocab
+    prompts = checked_token_ids(given, model.tokenizer.encode_plain, "the prompt of document", room, most)
     scores, read = np.empty(len(prompts), np.float32), 0
     if prompts:
         with _reading(model, prompts[0], cancelled) as (sequence, stopped):
@@ -161,17 +153,6 @@ def score_documents(
                 logits = prefill(sequence.bound, token_ids, stopped, sequence.progress).logits
                 scores[index] = probability(float(logits[yes]) - float(logits[no]))
     return Relevance(scores, sum(map(len, prompts)), read)
-
-
-def check_document(index: int, tokens: int, context: int) -> None:
-    """Check that the prompt with a document fits the context.
-
-    Raises:
-        ContextError: it does not.
-    """
-    if tokens > context:
-        what = f"document {index} and the query have {tokens} tokens and the model's context is {context}"
-        raise ContextError(what, "split the document")
 
 
 def probability(logit: float) -> float:

@@ -23,6 +23,7 @@ pytest.importorskip("llguidance", reason="needs the structured extra")
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
+from support.encoders import write_encoder
 from support.gguf_files import write_gguf
 from support.hub_server import HubServer, files_of, own_hub
 from support.infill_models import write_suggesting_bundle
@@ -119,6 +120,8 @@ def write_files(folder: Path) -> None:
     recipe = ExportRecipe(FP32, hidden_states=True)
     shutil.copytree(write_bundle(scratch / "hidden", weights=recipe), folder / "my-embedding-model")
     shutil.copytree(write_reranker(scratch / "reranker").with_name("bundle"), folder / "my-reranker")
+    write_encoder(folder / "my-encoder", "sentence_embedding")
+    write_encoder(folder / "my-cross-encoder", "logits")
     write_gguf(folder / "model.gguf", write_checkpoint(scratch / "gguf"))
     write_layout(folder / "some-folder", LAYOUTS["optimum-two-decoders"])
     # With its tokenizer and config.json beside it.

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
 
 from ...errors import BundleError
-from ..bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES
+from ..bundle import GRAPH_NAME, SENTENCE_POOLING, TOKENIZER_AND_CONFIG_FILES
 from ..graph_files import genai_decoder
 from ..graph_variant import DeviceKind
 from ..manifest import MANIFEST_NAME, Manifest
@@ -36,6 +36,8 @@ _TEXT_FILES: Final = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.json",
+    SENTENCE_POOLING,
+    "2_Dense/config.json",
 )
 _CHECKPOINT_FILES: Final = (*_TEXT_FILES, "model.safetensors.index.json")
 _GGUF_VARIANT: Final = re.compile(r"(?i)[-_.]((?:IQ|TQ|Q)\d[A-Z0-9_]*|BF16|F16|F32|MXFP4)$")

@@ -27,6 +27,8 @@ _FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
     "sparse": {1: "tensor", 2: "tensor"},
 }
 """Message fields that lead to nodes and tensors, by message and field number in onnx.proto."""
+_GRAPH: Final = 7  # of a model
+_OUTPUT: Final = 12  # of a graph
 _EXTERNAL_DATA: Final = 13  # of a tensor
 _OPERATOR, _DOMAIN = 4, 7  # of a node
 _DOMAIN_OF_FUNCTION: Final = 10
@@ -67,6 +69,18 @@ def operators_of(*graphs: Path) -> Operators:
                 elif kind == "function":
                     domains.update(_texts(data, begin, stop, _DOMAIN_OF_FUNCTION))
     return Operators(frozenset(used), frozenset(domains))
+
+
+def outputs_of(graph: Path) -> frozenset[str]:
+    """Read the names of a graph's outputs without loading it.
+
+    Raises:
+        BundleError: the file is not an ONNX model.
+    """
+    with mapped_model(graph) as data:
+        graphs = [(begin, stop) for number, begin, stop in _submessages(data, 0, len(data)) if number == _GRAPH]
+        values = [each for begin, stop in graphs for each in _submessages(data, begin, stop) if each[0] == _OUTPUT]
+        return frozenset(_texts(data, begin, stop, 1)[0] for _, begin, stop in values)
 
 
 def check_external_data(graph: Path) -> None:

@@ -94,7 +94,7 @@ _UNSUPPORTED_KINDS: Final = (
         "continues from another model's hidden states (it takes {}): it is a draft head",
         "give the model it belongs to",
     ),
-    (r"token_type_ids", "is an encoder (it takes {}), not a language model", "choose a decoder"),
+    (r"token_type_ids", "is an encoder (it takes {}), not a language model", "open it with edgerun.load_encoder"),
     (
         r"max_length|num_beams|num_return_sequences",
         "contains a whole generation loop (it takes {})",

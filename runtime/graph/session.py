@@ -142,9 +142,9 @@ class GraphSession(DecoderGraph):
             reject_operators(metadata.operators, str(graph))
         self._graph, self._model = graph, model
         self._shared: tuple[SharedPasses, SharedGraph] | None = None
-        self._session, self.assignments = _load(graph, config, model)
+        self._session, self.assignments = load_graph(graph, config, model)
         first = metadata.first_pass_graph
-        self._first_session = None if first is None else _load(first, config)[0]
+        self._first_session = None if first is None else load_graph(first, config)[0]
         self.config = config
         device = config.device
         self._lock: Final = device_lock(device.memory)
@@ -236,7 +236,7 @@ class GraphSession(DecoderGraph):
             model, config = with_int8_cache(self._graph, config.kv_scales, model), replace(config, kv_scales=None)
         try:
             packed = packed_graph(self._graph, self.graph_io, texts, model)
-            session = _load(self._graph, config, packed)[0]
+            session = load_graph(self._graph, config, packed)[0]
         except (CannotRewriteError, EdgeError, MemoryError) as error:
             _log.warning("the passes of several texts run one by one: %s", error)
             return None
@@ -277,7 +277,10 @@ def _check_cache_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
         raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
 
 
-def _load(graph: Path, config: SessionConfig, model: bytes | None = None) -> tuple[ort.InferenceSession, Assignments]:
+def load_graph(
+    graph: Path, config: SessionConfig, model: bytes | None = None
+) -> tuple[ort.InferenceSession, Assignments]:
+    """Load a graph, or its serialized form `model`, beside whose file the weights are; errors as for `GraphSession`."""
     options = config.options()
     options.inter_op_num_threads = 1
     # The bias changes shape with every token; remembering an allocation plan per shape would only grow.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
@@ -14,6 +14,7 @@ from ...models.variants import GENAI_CONFIG
 from .message_marks import MessageMarks, PlainEncoding
 from .tokenizer_library import decode_ids, encode_text, failures_as, is_failure, read_tokenizer, reason
 
+_Encoded = TypeVar("_Encoded")
 _PROBE: Final = "The 2 a-b.\n"
 """A text that is tokenized when a tokenizer is loaded, so that most defects show before the first prompt."""
 _HINT: Final = "use the tokenizer that belongs to this model"
@@ -69,13 +70,26 @@ class TextTokenizer:
             BundleError: the tokenizer fails, or gives token ids that the model does not have.
             InputError: the text contains lone surrogates, which are not valid Unicode.
         """
-        with failures_as(self._failure, text):
-            try:
-                ids = encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens)
-            except (UnicodeEncodeError, TypeError) as error:
-                raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
+        ids = self._encoded(lambda: encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens), text)
         self._check_ids(ids)
         return ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Token ids of two texts as one, with the tokens that the tokenizer adds, and their type ids.
+
+        Errors are those of `encode`.
+        """
+        pair = self._encoded(lambda: self._tokenizer.encode(first, second), first + second)
+        self._check_ids(pair.ids)
+        return pair.ids, pair.type_ids
+
+    def _encoded(self, encode: Callable[[], _Encoded], text: str) -> _Encoded:
+        """What the library returns for a text; errors as for `encode`."""
+        with failures_as(self._failure, text):
+            try:
+                return encode()
+            except (UnicodeEncodeError, TypeError) as error:
+                raise InputError("the text is not valid Unicode", "remove the lone surrogate characters") from error
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which the texts of special tokens are plain text too; errors as for `encode`."""

@@ -146,7 +146,7 @@ def test_what_cannot_be_embedded_is_refused(engine: Engine, bundle: Path) -> Non
     with edgerun.load(bundle, threads=1) as other:
         with pytest.raises(InputError, match="text 1 is empty; give at least one character"):
             other.embed(["a", ""])
-        with pytest.raises(ContextError, match="text 0 has 300 tokens and the model's context is 256; split it"):
+        with pytest.raises(ContextError, match="text 0 has 300 tokens and the context has room for 256; split it"):
             other.embed(["!" * 300])
         with pytest.raises(InputError, match="texts is 'the other thing'; it must be a list, each item "):
             other.embed("the other thing")
@@ -159,7 +159,7 @@ def test_what_cannot_be_embedded_is_refused(engine: Engine, bundle: Path) -> Non
     [
         (
             {"pooling_mode_cls_token": True},
-            "asks for the pooling pooling_mode_cls_token; edge-run supports pooling_mode",
+            "asks for the pooling cls; edge-run supports lasttoken and mean here",
         ),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "asks for the pooling mean and lasttoken"),
         ({}, "asks for the pooling of nothing"),

@@ -39,7 +39,9 @@ EXPECTED_ERRORS = {
         "{graph} keeps its cache inside (it takes beam_idx), where it cannot be rewound; "
         "choose an export whose cache is inputs and outputs (past_key_values.N.key)"
     ),
-    "encoder": "{graph} is an encoder (it takes token_type_ids), not a language model; choose a decoder",
+    "encoder": (
+        "{graph} is an encoder (it takes token_type_ids), not a language model; open it with edgerun.load_encoder"
+    ),
     "mamba": (
         "{graph} keeps states alone (past_conv_states.0), no keys and values: no layer has attention; "
         "choose a model with attention in some of its layers"
