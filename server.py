@@ -61,7 +61,7 @@ def app(
         from .edge.server.server_settings import ServerSettings  # noqa: PLC0415
     from .edge.service.model_pool import ModelPool  # noqa: PLC0415
     from .runtime.devices.providers import choose_device  # noqa: PLC0415
-    from .runtime.engine_loading import load  # noqa: PLC0415
+    from .runtime.encoders.encoder import load_either  # noqa: PLC0415
 
     names = [models] if isinstance(models, str | os.PathLike) else list(models)
     settings = ServerSettings(
@@ -74,7 +74,7 @@ def app(
     )
     pool = ModelPool(
         [os.fspath(name) for name in names],
-        lambda path, progress: load(path, progress=progress, device=device, **load_options),
+        lambda path, progress: load_either(path, progress=progress, device=device, **load_options),
         idle_s=idle_unload,
         max_bytes=memory,
         kind=choose_device(device).kind,

@@ -10,9 +10,9 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_380, 121, 256),
+    "edge": (14_515, 123, 260),
     "export": (15_380, 130, 178),
-    "runtime": (19_506, 175, 286),
+    "runtime": (19_507, 175, 286),
     "models": (2_939, 27, 34),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""

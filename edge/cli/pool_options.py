@@ -15,7 +15,7 @@ from .shared_options import OptionsOf
 
 if TYPE_CHECKING:
     from ...models.progress import Progress
-    from ...runtime.engine import Engine
+    from ...runtime.encoders.encoder import AnyModel
     from ..service.kept_prefixes import KeptPrefix
     from ..service.model_pool import ModelPool
 
@@ -57,12 +57,13 @@ class PoolOptions:
         """
         # Other commands need neither.
         from ...runtime.devices.providers import choose_device
-        from ...runtime.engine_loading import load
+        from ...runtime.encoders.encoder import load_either
+        from ...runtime.engine import Engine
         from ..service.model_pool import ModelPool
 
-        def open_model(path: str, progress: Progress) -> Engine:
-            engine = load(path, options, progress=progress)
-            if prefixes:
+        def open_model(path: str, progress: Progress) -> AnyModel:
+            engine = load_either(path, options, progress=progress)
+            if prefixes and isinstance(engine, Engine):
                 from ..service.kept_prefixes import keep_prefixes
 
                 try:

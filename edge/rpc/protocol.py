@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..service.body_decoder import decode_body
 from ..service.generation_fields import PositiveInt, SamplingFields
-from ..service.model_pool import ModelState
+from ..service.pooled_model import ModelState
 from ..service.text_bodies import (
     ChatBody,
     CompletionBody,

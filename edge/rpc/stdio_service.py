@@ -20,8 +20,9 @@ from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Run
 from ...version import __version__
 from ..service.generation_fields import GenerationRequest, check_token_ids
-from ..service.model_pool import ModelPool, ModelState
+from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
+from ..service.pooled_model import ModelState
 from ..service.text_bodies import DetokenizeBody, TokenizeRequest
 from . import protocol
 from .connection import MAX_REQUESTS, Call, Connection, Handler

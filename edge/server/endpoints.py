@@ -38,10 +38,10 @@ memory is returned to the system."""
 _PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
 """Parses large bodies: two at a time, so that what they take in memory stays bounded."""
 Compute: TypeAlias = Callable[..., Iterator[bytes]]
-"""Computes the response to a request, in the thread of its run, from the parsed request, the model (an `Engine`), its
-id, and the `Cancellation` that says when to stop; where no model is needed, from the request and its `Run`. It yields
-the pieces of the body, and raises an `EdgeError` if the request cannot be answered. The response of a stream begins
-with the first piece, which may be empty: errors from then on occur in its middle."""
+"""Computes the response to a request, in the thread of its run, from the parsed request, the model (an `Engine`, or an
+`Encoder`), its id, and the `Cancellation` that says when to stop; where no model is needed, from the request and its
+`Run`. It yields the pieces of the body, and raises an `EdgeError` if the request cannot be answered. The response of a
+stream begins with the first piece, which may be empty: errors from then on occur in its middle."""
 
 
 class RequestService:
@@ -115,6 +115,7 @@ class Endpoint:
         parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
         compute: answers what `parse` returned.
         loads: whether that takes the model which the request names.
+        encoders: whether that model may be an encoder.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Endpoint:
         compute: Compute,
         *,
         loads: bool = True,
+        encoders: bool = False,
     ) -> None:
         self.__doc__ = about
         self._service: Final = service
@@ -133,6 +135,7 @@ class Endpoint:
         self._parse: Final = parse
         self._compute: Final = compute
         self._loads: Final = loads
+        self._use: Final = service.pool.use_any if encoders else service.pool.use
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -175,7 +178,7 @@ class Endpoint:
                     run.put(piece)
                 return
             name = self._service.pool.offered.find(request.model).id
-            with self._service.pool.use(name, cancellation=run.cancellation, keep_s=keep_s) as engine:
+            with self._use(name, cancellation=run.cancellation, keep_s=keep_s) as engine:
                 run.cancellation.check()
                 try:
                     for piece in self._compute(request, engine, name, run.cancellation):
@@ -252,9 +255,11 @@ def computing_route(
     compute: Compute,
     *,
     loads: bool = True,
+    encoders: bool = False,
 ) -> ProtocolRoute:
     """A path that computes; arguments as for `Endpoint`."""
-    return ProtocolRoute(protocol, "POST", path, Endpoint(service, protocol, about, parse, compute, loads=loads))
+    endpoint = Endpoint(service, protocol, about, parse, compute, loads=loads, encoders=encoders)
+    return ProtocolRoute(protocol, "POST", path, endpoint)
 
 
 def generating_route(

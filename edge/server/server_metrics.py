@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from ...runtime.result import Stats
-from ..service.model_pool import ModelState
+from ..service.pooled_model import ModelState
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -14,6 +14,7 @@ from msgspec import Meta
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.json_file import shown
 from ...runtime.arguments.argument_types import options_of
+from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
@@ -201,13 +202,13 @@ class GenerationRequest:
                 check_token_ids(engine, prompt, "prompt" if len(self.prompts) == 1 else f"prompt[{index}]")
 
 
-def check_token_ids(engine: Engine, tokens: Sequence[int], param: str) -> None:
+def check_token_ids(engine: AnyModel, tokens: Sequence[int], param: str) -> None:
     """Check that a model has the tokens of a field.
 
     Raises:
         RequestError: it does not have one of them.
     """
-    most = engine.graph_io.vocab_size
+    most = engine.vocab_size
     for index, token in enumerate(tokens):
         if not 0 <= token < most:
             raise invalid(f"{param}[{index}]", f"{param}[{index}] is {token}", f"the model has {most} tokens")

@@ -11,100 +11,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
-
-import msgspec
-from msgspec import Meta
+from typing import Any, Final, TypeAlias
 
 from ...errors import CancelledError
 from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.user_text import format_bytes
-from ...runtime.engine import Engine, EngineActivity
+from ...runtime.encoders.encoder import AnyModel
+from ...runtime.engine import Engine
 from ...runtime.scheduling.request_run import Cancellation
-from .offered_models import ModelEntry, OfferedModels
-from .request_error import ErrorCode, RequestError
+from .offered_models import OfferedModels
+from .pooled_model import ModelState, PooledModel
+from .request_error import ErrorCode, RequestError, invalid
 
-OpenModel: TypeAlias = Callable[[str, Progress], Engine]
+OpenModel: TypeAlias = Callable[[str, Progress], AnyModel]
 """Loads the model at a path; the engine reports what its answers wait for to the given `Progress`."""
 
 _LOADING: Final = "loading the model"
-
-
-class ModelState(msgspec.Struct, kw_only=True, frozen=True):
-    """A model in memory, or one that is being loaded."""
-
-    id: str
-    loaded: bool
-    users: Annotated[int, Meta(description="Requests and sessions that use it or wait for it.")]
-    bytes: Annotated[int, Meta(description="Bytes of its graph and weights.")]
-    cached_bytes: Annotated[int, Meta(description="Bytes of the KV caches of earlier answers.")]
-    active: Annotated[int, Meta(description="Answers that are being generated.")]
-    waiting: Annotated[int, Meta(description="Requests that wait for the end of others.")]
-    passes: Annotated[int, Meta(description="Forward passes of answers since it was loaded, where answers share them.")]
-    pass_texts: Annotated[int, Meta(description="Answers in these passes, counted in each.")]
-    pass_tokens: Annotated[int, Meta(description="Tokens in these passes.")]
-    load_s: float
-    last_used: Annotated[float, Meta(description="Seconds since 1970.")]
-    expires: Annotated[
-        float | None, Meta(description="When it is unloaded if nobody uses it again, in seconds since 1970; or never.")
-    ]
-
-
-@dataclass
-class PooledModel:
-    """A model with what the pool knows of it; the pool's lock guards it."""
-
-    entry: ModelEntry
-    engine: Engine | None = None
-    attempt: Future[None] | None = None
-    """The attempt to load it that is in progress; has why it failed."""
-    closing: bool = False
-    """Whether a thread closes its engine, which still takes memory."""
-    waiting: int = 0
-    """Number of threads that wait for it to be loaded."""
-    users: int = 0
-    """Number of uses, including the ones that are kept."""
-    kept: int = 0
-    """Number of uses without an end of their own."""
-    bytes: int = 0
-    """Its share of the budget."""
-    load_s: float = 0.0
-    last_used: float = 0.0
-    idle_since: float = 0.0
-    idle_s: float | None = None
-    """Seconds after which it is unloaded if it is not in use; None for never."""
-    listeners: dict[int, Progress] = field(default_factory=dict)
-    """Receivers of progress by the thread that waits for the model or uses it."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is in memory and may be unloaded."""
-        return self.engine is not None and not self.users and not self.waiting
-
-    def left_s(self) -> float:
-        """Seconds until it is unloaded if it is not used again."""
-        return self.idle_since + (self.idle_s or 0.0) - time.monotonic()
-
-    def status(self) -> ModelState:
-        """What others may know of it."""
-        now = EngineActivity(0, 0, 0) if self.engine is None else self.engine.activity()
-        return ModelState(
-            id=self.entry.id,
-            loaded=self.engine is not None,
-            users=self.users + self.waiting,
-            bytes=self.bytes,
-            cached_bytes=now.cached_bytes,
-            active=now.active,
-            waiting=now.waiting,
-            passes=now.passes.passes,
-            pass_texts=now.passes.texts,
-            pass_tokens=now.passes.tokens,
-            load_s=self.load_s,
-            last_used=self.last_used,
-            expires=None if self.idle_s is None else self.last_used + self.idle_s,
-        )
 
 
 class ModelPool(AbstractContextManager["ModelPool"]):
@@ -153,6 +76,27 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         kept: bool = False,
         keep_s: float | None = None,
     ) -> Iterator[Engine]:
+        """Use a language model; arguments and errors as for `use_any`.
+
+        Raises:
+            RequestError: the model is an encoder.
+        """
+        with self.use_any(name, progress, cancellation=cancellation, kept=kept, keep_s=keep_s) as model:
+            if not isinstance(model, Engine):
+                what = f"{self.offered.find(name).id} is an encoder, which makes vectors or scores of texts and no text"
+                raise invalid("model", what, "choose a language model")
+            yield model
+
+    @contextmanager
+    def use_any(
+        self,
+        name: str | None,
+        progress: Progress = silent,
+        *,
+        cancellation: Cancellation | None = None,
+        kept: bool = False,
+        keep_s: float | None = None,
+    ) -> Iterator[AnyModel]:
         """Load a model if necessary, and keep it in memory for the length of the `with` block.
 
         Args:
@@ -201,9 +145,9 @@ class ModelPool(AbstractContextManager["ModelPool"]):
     def load(
         self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
     ) -> ModelState:
-        """Load a model, and return its status; arguments and errors as for `use`."""
+        """Load a model, and return its status; arguments and errors as for `use_any`."""
         entry = self.offered.find(name)
-        with self.use(entry.id, progress, cancellation=cancellation), self._changed:
+        with self.use_any(entry.id, progress, cancellation=cancellation), self._changed:
             return self._models[entry.id].status()
 
     def unload(self, name: str | None) -> bool:
@@ -230,7 +174,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         with self._changed:
             model = self._models.get(name)
             engine = None if model is None else model.engine
-            return None if engine is None else (engine.context, engine.graph_io.cache_bytes_per_token)
+            return (engine.context, engine.graph_io.cache_bytes_per_token) if isinstance(engine, Engine) else None
 
     def status(self) -> tuple[ModelState, ...]:
         """The models that are in memory or being loaded, the least recently used first."""
@@ -257,7 +201,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _loaded(self, model: PooledModel, token: Cancellation) -> Engine:
+    def _loaded(self, model: PooledModel, token: Cancellation) -> AnyModel:
         """Wait for the engine of a model, which a thread loads if none does; the lock is held."""
         attempt: Future[None] | None = None
         while True:
@@ -278,7 +222,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
     def _load(self, model: PooledModel, attempt: Future[None]) -> None:
         """Load a model, in a thread of its own."""
         started = time.monotonic()
-        engine: Engine | None = None
+        engine: AnyModel | None = None
         failure: Exception | None = None
 
         def progress(stage: str, fraction: float) -> None:
@@ -355,7 +299,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         engine, model.engine, model.idle_s = model.engine, None, self._idle_s
         self._close_engine(model, engine)
 
-    def _close_engine(self, model: PooledModel, engine: Engine | None) -> None:
+    def _close_engine(self, model: PooledModel, engine: AnyModel | None) -> None:
         """Close an engine of a model, which takes no room afterwards; the lock is held, except meanwhile.
 
         Closing waits for what the engine does in the background, for which other models must not wait.

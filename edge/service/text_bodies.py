@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from msgspec import Meta
 
+from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.text.chat_template import Message
@@ -66,7 +67,7 @@ def texts_or_ids(param: str, given: TextsOrIds) -> tuple[str | tuple[int, ...], 
     return tuple(each if isinstance(each, str) else tuple(each) for each in several)
 
 
-def encoded_texts(engine: Engine, param: str, given: Any) -> list[list[int]]:
+def encoded_texts(engine: AnyModel, param: str, given: Any) -> list[list[int]]:
     """The token ids of a field that has one or several texts or lists of token ids; errors as for `texts_or_ids`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -185,9 +185,13 @@ def load_encoder(model: str | os.PathLike[str], *, threads: int | None = None) -
     return Encoder(open_bundle(find_model(model)), usable_threads(threads))
 
 
+AnyModel: TypeAlias = Engine | Encoder
+"""What a path may hold."""
+
+
 def load_either(
     model: str, options: LoadOptions | None = None, *, progress: Progress = silent, **changes: Unpack[LoadKeywords]
-) -> Engine | Encoder:
+) -> AnyModel:
     """Load a language model, with all options, or an encoder, with those that it has; errors as for `load`."""
     wanted = (options or LoadOptions()).changed(changes)
     kind = choose_device(wanted.device).kind

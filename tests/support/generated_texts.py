@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from edgerun.edge.server.protocols import anthropic, llamacpp, ollama
+from edgerun.edge.server.protocols import anthropic, llamacpp, ollama, openai, rerank
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from edgerun.runtime.arguments.argument_types import options_of
@@ -28,6 +28,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/embeddings": EmbeddingBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/rerank": rerank.RerankBody,
+    "/v1/score": rerank.ScoreBody,
+    "/v1/models/load": openai.LoadBody,
     "/v1/messages": anthropic.MessagesBody,
     "/infill": llamacpp.InfillBody,
     "/api/chat": ollama.OllamaChatBody,

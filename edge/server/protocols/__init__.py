@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from . import anthropic, llamacpp, ollama, openai
+from . import anthropic, llamacpp, ollama, openai, rerank
 
-PROTOCOLS: Final = (openai, anthropic, ollama, llamacpp)
+PROTOCOLS: Final = (openai, rerank, anthropic, ollama, llamacpp)
 """The modules of the APIs, whose `routes` makes the paths of one."""

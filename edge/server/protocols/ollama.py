@@ -12,7 +12,7 @@ import msgspec
 
 from ....models.hub.downloaded_model import parse_hub_id
 from ....models.hub.fetch import fetch_model
-from ....runtime.engine import Engine
+from ....runtime.encoders.encoder import AnyModel
 from ....runtime.result import Chunk, Reply, Stats
 from ....runtime.scheduling.request_run import Cancellation, Run
 from ....runtime.tools.calls import ToolCall, joined_calls
@@ -204,7 +204,7 @@ class OllamaEmbedBody(StrictStruct):
         return keep_seconds(self.keep_alive)
 
 
-def _embed(body: OllamaEmbedBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+def _embed(body: OllamaEmbedBody, engine: AnyModel, model: str, cancellation: Cancellation) -> Iterator[bytes]:
     started = time.perf_counter()
     prompts = encoded_texts(engine, "input", body.input)
     vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled).tolist()
@@ -284,7 +284,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     return [
         *(JsonRoute(service.settings, method, path, handler, protocol=OLLAMA) for method, path, handler in table),
         computing_route(service, OLLAMA, "/api/pull", "Download a model of the hub.", pull, download, loads=False),
-        computing_route(service, OLLAMA, "/api/embed", "Vectors of texts.", vectors, _embed),
+        computing_route(service, OLLAMA, "/api/embed", "Vectors of texts.", vectors, _embed, encoders=True),
         generating_route(service, OLLAMA, "/api/chat", "The next message.", OllamaChatBody.parse, ChatLines),
         generating_route(service, OLLAMA, "/api/generate", "An answer to a prompt.", OllamaTextBody.parse, TextLines),
     ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....runtime.encoders.encoder import AnyModel
 from ....runtime.engine import Engine
-from ....runtime.scheduling.request_run import Cancellation
-from ...service.body_decoder import decode_body
+from ....runtime.scheduling.request_run import Cancellation, Run
+from ...service.body_decoder import StrictStruct, about, decode_body
 from ...service.generation_fields import check_token_ids
+from ...service.model_pool import ModelPool
 from ...service.openai_objects import ChatCompletionObjects, CompletionObjects, embedding_list, model_object
 from ...service.request_error import RequestError
 from ...service.response_objects import ResponseObjects
@@ -28,7 +30,8 @@ from ...service.text_bodies import (
 )
 from ..endpoints import RequestService, computing_route, generating_route
 from ..http_messages import JsonResponse, error_response
-from ..http_protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json
+from ..http_protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json, event
+from ..json_endpoint import JsonRoute
 
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
@@ -48,25 +51,51 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
             return error_response(error, request.scope)
         return JsonResponse(model_object(entry.id, entry.created))
 
+    def unload(model: str) -> object:
+        """Unload a model that is not in use."""
+        return {"model": service.pool.offered.find(model).id, "unloaded": service.pool.unload(model)}
+
     chat = "The next message of a conversation."
     text = "The continuation of a text, or of token ids; several prompts are answered one after the other."
     response = "The Responses API, for text; nothing is stored."
-    vectors = "Vectors of texts, where the model was exported with --hidden-states."
+    vectors = "Vectors of texts, of encoders and models that were exported with --hidden-states."
+    load = "Load a model, with progress as a stream."
     ids = "Token ids of a text or a conversation."
     detokenize = partial(decode_body, kind=DetokenizeBody)
+    parse_load, load_model = partial(decode_body, kind=LoadBody), partial(_load, service.pool)
     return [
         generating_route(service, OPENAI, "/v1/chat/completions", chat, parse_chat, ChatCompletionObjects),
         generating_route(service, OPENAI, "/v1/completions", text, parse_completion, CompletionObjects),
         generating_route(service, RESPONSES, "/v1/responses", response, parse_response, ResponseObjects),
-        computing_route(service, OPENAI, "/v1/embeddings", vectors, EmbeddingBody.parse, _embed),
+        computing_route(service, OPENAI, "/v1/embeddings", vectors, EmbeddingBody.parse, _embed, encoders=True),
         computing_route(service, OPENAI, "/tokenize", ids, TokenizeRequest.parse, _tokenize),
         computing_route(service, OPENAI, "/detokenize", "The text of token ids.", detokenize, _detokenize),
+        computing_route(service, OPENAI, "/v1/models/load", load, parse_load, load_model, loads=False),
+        JsonRoute(service.settings, "POST", "/v1/models/unload", unload),
         ProtocolRoute(OPENAI, "GET", "/v1/models", models),
         ProtocolRoute(OPENAI, "GET", "/v1/models/{id:path}", model),
     ]
 
 
-def _embed(request: EmbeddingBody, engine: Engine, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+class LoadBody(StrictStruct):
+    """Body of a request to load a model."""
+
+    model: Annotated[str, about("Name of the model.")]
+    stream: Annotated[bool, about("Whether to send the progress; false by default.")] = False
+
+
+def _load(pool: ModelPool, body: LoadBody, run: Run[bytes]) -> Iterator[bytes]:
+    """Load a model, with an event for each piece of progress, and say what `ModelState` says of it."""
+
+    def progress(stage: str, fraction: float) -> None:
+        if body.stream:
+            run.put(event({"object": "model.load.progress", "stage": stage, "fraction": fraction}))
+
+    state = pool.load(body.model, progress, cancellation=run.cancellation)
+    yield event(state) + OPENAI.end if body.stream else encode_json(state)
+
+
+def _embed(request: EmbeddingBody, engine: AnyModel, model: str, cancellation: Cancellation) -> Iterator[bytes]:
     prompts = encoded_texts(engine, "input", request.input)
     vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled)
     request.check_dimensions(vectors.shape[1])

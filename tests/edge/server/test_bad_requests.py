@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from edgerun.edge.server.protocols import anthropic, llamacpp, ollama
+from edgerun.edge.server.protocols import anthropic, llamacpp, ollama, openai, rerank
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.nightly import examples
@@ -135,6 +135,7 @@ def test_the_server_says_nothing_of_the_contents_of_requests(endless_server: Ser
 
 
 ShowBody = msgspec.defstruct("ShowBody", [("model", str), ("verbose", bool, False)])
+UnloadBody = msgspec.defstruct("UnloadBody", [("model", str)])
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatBody, chat_body(max_tokens=2)),
     "/v1/completions": (CompletionBody, {"prompt": "a", "max_tokens": 2}),
@@ -142,6 +143,10 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/embeddings": (EmbeddingBody, {"input": "a"}),
     "/tokenize": (TokenizeBody, {"content": "a"}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}),
+    "/v1/models/load": (openai.LoadBody, {"model": "bundle"}),
+    "/v1/models/unload": (UnloadBody, {"model": "bundle"}),
+    "/v1/rerank": (rerank.RerankBody, {"query": "a", "documents": ["b"]}),
+    "/v1/score": (rerank.ScoreBody, {"text_1": "a", "text_2": "b"}),
     "/v1/messages": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
     "/v1/messages/count_tokens": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}]}),
     "/api/show": (ShowBody, {"model": "bundle"}),
