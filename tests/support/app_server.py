@@ -66,7 +66,9 @@ def running_app(home: Path, *arguments: str | Path, **environment: str) -> Itera
     """Run `edge-run app --no-browser` with its data in `home`; without a port among the arguments, on a free one."""
     port = () if "--port" in arguments else ("--port", "0")
     command = [*EDGE_RUN, "app", "--no-browser", *map(str, arguments), *port]
-    options: dict[str, Any] = {"env": {**os.environ, "EDGERUN_HOME": str(home), **environment}}
+    # Where a request makes the app start at login, it does not do so on this machine.
+    folders = {name: str(home) for name in ("EDGERUN_HOME", "HOME", "APPDATA", "XDG_CONFIG_HOME")}
+    options: dict[str, Any] = {"env": {**os.environ, **folders, **environment}}
     lines: list[str] = []
     addresses: list[str] = []
 

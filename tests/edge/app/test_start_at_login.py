@@ -112,7 +112,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(home: Path) -> None:
 
 def test_the_page_asks_for_it(tiny_bundle: Path, home: Path) -> None:
     data = home.parent / "data"
-    with running_app(data, tiny_bundle, "--draft", "none", HOME=str(home)) as app, app.entered() as page:
+    with (
+        running_app(data, tiny_bundle, "--draft", "none", HOME=str(home), XDG_CONFIG_HOME="") as app,
+        app.entered() as page,
+    ):
         before = page.get("/api/login").json()
         assert not before["enabled"]
         assert page.put("/api/login", json={"enabled": True}).json() == {**before, "enabled": True}
@@ -131,7 +134,7 @@ def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home
 
     data = home.parent / "data"
     with (
-        running_app(data, tiny_bundle, "--draft", "none", HOME=str(home)) as app,
+        running_app(data, tiny_bundle, "--draft", "none", HOME=str(home), XDG_CONFIG_HOME="") as app,
         browser_page(app.url) as window,
     ):
         page = window.page
