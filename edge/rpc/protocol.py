@@ -256,6 +256,21 @@ class TokenizeResult(Result):
     pieces: Annotated[list[str] | UnsetType, Meta(description="The text of each token, with with_pieces.")] = UNSET
 
 
+class RankParams(Params):
+    """Documents to compare with a query."""
+
+    query: str
+    documents: list[str]
+    model: ModelName = None
+    instruction: Annotated[str | None, Meta(description="What makes a document relevant.")] = None
+
+
+class RankResult(Result):
+    """How relevant documents are, in their order."""
+
+    scores: Annotated[list[float], Meta(description="From 0 to 1.")]
+
+
 class DetokenizeResult(Result):
     """The text of tokens."""
 
@@ -350,6 +365,7 @@ METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] 
     "session/close": (SessionIdParams, Done),
     "generate": (ChatBody, ChatCompletion),
     "complete": (CompletionBody, Completion),
+    "rank": (RankParams, RankResult),
     "tokenize": (TokenizeBody, TokenizeResult),
     "detokenize": (DetokenizeBody, DetokenizeResult),
     "status": (NoParams, Status),

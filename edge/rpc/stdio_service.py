@@ -52,6 +52,7 @@ class ModelMethods:
             "models/unload": self._unload,
             "generate": partial(self._generate, ChatCompletionObjects),
             "complete": partial(self._generate, CompletionObjects),
+            "rank": self._rank,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }
@@ -113,6 +114,12 @@ class ModelMethods:
                 if reply.finish_reason is FinishReason.CANCELLED:
                     raise request.cancelled()
         return objects.whole(*replies)
+
+    def _rank(self, call: Call, params: protocol.RankParams) -> protocol.RankResult:
+        with self._pool.use_any(params.model, call.progress, cancellation=call.cancellation) as model:
+            texts, stopped = params.documents, lambda: call.cancellation.cancelled
+            found = model.score(params.query, texts, instruction=params.instruction, cancelled=stopped)
+            return protocol.RankResult(scores=found.scores.tolist())
 
     def _tokenize(self, call: Call, request: TokenizeRequest) -> protocol.TokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:

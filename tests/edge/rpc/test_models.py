@@ -12,8 +12,10 @@ import pytest
 
 import edgerun
 from support.commands import Capture, Patch, fails
+from support.encoders import write_encoder
 from support.hub_server import HubServer, files_of, own_hub
 from support.infill_models import write_infill_bundle
+from support.rerankers import write_reranker
 from support.rpc_client import RpcClient, rpc
 
 
@@ -133,3 +135,18 @@ def test_completions_fill_gaps(tmp_path: Path) -> None:
     pieces = [each["chunk"]["choices"] for each in updates if each["request_id"] == request]
     texts = ["".join(piece["text"] for piece in chain(*pieces) if piece["index"] == index) for index in range(4)]
     assert texts == [choice["text"] for choice in both["choices"]]
+
+
+def test_documents_are_ranked_by_a_language_model_and_by_an_encoder(tmp_path: Path) -> None:
+    reranker = write_reranker(tmp_path).with_name("bundle")
+    encoder = write_encoder(tmp_path / "pairs", "logits")
+    documents = ["the sand", "the other sea"]
+    with edgerun.load(reranker, cache=False) as engine, edgerun.load_encoder(encoder) as pairs:
+        expected = [engine.score("a", documents).scores.tolist(), pairs.score("a", documents).scores.tolist()]
+    with rpc(str(reranker), str(encoder)) as client:
+        found = [client.call("rank", {"model": name, "query": "a", "documents": documents}) for name in (None, "pairs")]
+        assert [each["scores"] for each in found] == [pytest.approx(each, abs=1e-5) for each in expected]
+        error = client.refused("rank", {"model": "pairs", "query": "a", "documents": ["b"], "instruction": "c"})
+        assert "pairs takes no instruction" in str(error)
+        assert "is an encoder" in str(client.refused("tokenize", {"model": "pairs", "content": "a"}))
+        assert client.end() == (0, "")
