@@ -50,9 +50,9 @@ SHOWN: Final = 12
 CMD = f"""@echo off
 "%~dp0python\\python.exe" -c "{PROGRAM}" %*
 """
-APP_CMD = """@echo off
+APP_CMD = f"""@echo off
 rem The minimized window is the app: closing it ends the app.
-start "edge-run" /min "%~dp0edge-run.cmd" app
+start "edge-run" /min "%~dp0python\\python.exe" -c "{PROGRAM}" app
 """
 SHELL = f"""#!/bin/sh
 here=$(dirname "$(readlink -f "$0")")

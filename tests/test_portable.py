@@ -90,7 +90,7 @@ def test_a_folder_for_windows_has_its_own_search_path_and_libraries(wheel: Path,
     assert (out / "python" / "msvcp140.dll").read_text(encoding="utf-8") == "a library"
     program = (out / "edge-run.cmd").read_bytes()
     assert program.count(b"\r\n") == program.count(b"\n") > 1
-    assert b'"%~dp0edge-run.cmd" app' in (out / "edge-run-app.cmd").read_bytes()
+    assert b'start "edge-run" /min "%~dp0python\\python.exe" -c ' in (out / "edge-run-app.cmd").read_bytes()
 
 
 def test_an_archive_of_something_else_leaves_nothing_behind(wheel: Path, tmp_path: Path) -> None:
