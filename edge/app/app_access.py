@@ -156,12 +156,9 @@ def _token_of(port: int, owner_key: str) -> str:
 
     Raises:
         OSError: it does not answer.
-        ValueError: something else answers.
+        ValueError, KeyError: something else answers.
     """
-    token = ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, key=owner_key)["token"]
-    if not isinstance(token, str):
-        raise ValueError("the token is not a string")
-    return token
+    return str(ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, key=owner_key)["token"])
 
 
 def announce(folder: Path, port: int, access: AppAccess) -> None:

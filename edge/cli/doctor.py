@@ -33,8 +33,15 @@ from .models import describe as described_models
 from .shared_options import AsJson, Debug
 
 _INSTRUCTION_SETS: Final = (
-    *("avx2", "avx2_0", "avx_vnni", "avx512f", "avx512_vnni", "avx512vnni", "avx512_bf16", "amx_int8"),
-    *("asimddp", "dotprod", "i8mm", "bf16", "sve", "sve2", "sme"),
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "amx_int8",
+    "asimddp",
+    "dotprod",
+    "i8mm",
+    "sve",
 )
 """Those that kernels for matrices use, by their names on Linux and macOS; Windows has numbers for them."""
 _MEMORY_SHARE: Final = 0.8

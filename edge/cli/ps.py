@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -13,9 +13,6 @@ from ...models.user_text import format_bytes
 from ..service.running_servers import ask, running_servers
 from ..terminal.output import SafeConsole, write_error, write_json, write_line
 from .shared_options import AsJson, Debug
-
-_FOREVER_S: Final = 50 * 365 * 24 * 3600
-"""Seconds from which a model stays in memory for good: Ollama's API has a date for that."""
 
 
 def ps(
@@ -64,9 +61,8 @@ def stop(
         what = "no model is in memory" if model is None else f"{model} is not in memory"
         raise InputError(what, "edge-run ps lists what is, and which servers do not tell")
     for url, name in chosen:
-        body = {"model": name, "keep_alive": 0, "stream": False}
         try:
-            ask(f"{url}/api/generate", body)
+            ask(f"{url}/api/generate", {"model": name, "keep_alive": 0, "stream": False})
         except (OSError, ValueError) as error:
             raise EdgeError(f"{url} does not unload {name}: {error}", "end that server, or try again") from error
         write_line(f"{name} is unloaded once no answer uses it ({url})")
@@ -74,5 +70,6 @@ def stop(
 
 def _time_left(expires_at: str) -> str:
     """How long a model stays in memory if nobody uses it again."""
-    left_s = (datetime.fromisoformat(expires_at) - datetime.now(UTC)).total_seconds()
-    return "forever" if left_s > _FOREVER_S else f"{max(left_s, 0) / 60:.0f} min"
+    left = datetime.fromisoformat(expires_at) - datetime.now(UTC)
+    # Ollama's API has a date in the 24th century for models that stay.
+    return "forever" if left.days > 10_000 else f"{max(left.total_seconds(), 0) / 60:.0f} min"

@@ -17,7 +17,6 @@ from ...models.user_folders import data_folder, make_private_folder
 
 API_KEY_VARIABLE: Final = "EDGERUN_API_KEY"
 _ANSWER_S: Final = 5.0
-_MAX_BYTES: Final = 8 << 20
 
 
 @contextmanager
@@ -82,4 +81,4 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str | None = None)
     # Proxies that the environment names are for other hosts.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_ANSWER_S) as response:
-        return json.loads(response.read(_MAX_BYTES))
+        return json.loads(response.read(8 << 20))

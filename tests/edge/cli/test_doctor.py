@@ -92,7 +92,7 @@ def test_what_a_battery_means_is_said(monkeypatch: Patch, capsys: Capture) -> No
 def test_instruction_sets_are_named_where_the_system_does(monkeypatch: Patch, capsys: Capture) -> None:
     for features, names in (
         ("3dnow avx2 avx512_vnni fpu", ["avx2", "avx512_vnni"]),
-        ("hw.optional.arm.FEAT_I8MM hw.optional.avx2_0", ["avx2_0", "i8mm"]),
+        ("hw.optional.arm.FEAT_I8MM hw.optional.avx2_0", ["i8mm"]),
         ("10000000000", []),
     ):
         monkeypatch.setattr(command, "chip_features", lambda features=features: features)
