@@ -32,18 +32,8 @@ from .devices import missing_lines
 from .models import describe as described_models
 from .shared_options import AsJson, Debug
 
-_INSTRUCTION_SETS: Final = (
-    "avx2",
-    "avx_vnni",
-    "avx512f",
-    "avx512_vnni",
-    "amx_int8",
-    "asimddp",
-    "dotprod",
-    "i8mm",
-    "sve",
-)
-"""Those that kernels for matrices use, by their names on Linux and macOS; Windows has numbers for them."""
+_INSTRUCTIONS: Final = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "dotprod", "i8mm", "sve")
+"""Instruction sets that kernels for matrices use, by their names on Linux and macOS; Windows has numbers for them."""
 _MEMORY_SHARE: Final = 0.8
 """Share of the memory that a model should take at most."""
 
@@ -64,7 +54,7 @@ def doctor(
         **describe_machine(),
         "tokenizers": tokenizers.__version__,
         "python": platform.python_version(),
-        "instruction_sets": [name for name in _INSTRUCTION_SETS if name in features],
+        "instruction_sets": [name for name in _INSTRUCTIONS if name in features],
         "default_threads": default_threads(),
         "memory_bytes": memory.total,
         "free_memory_bytes": memory.available,
