@@ -23,6 +23,7 @@ from .prefill import Cancelled, prefill
 from .sampling.logprobs import NO_LOGPROBS, LogSoftmax
 from .sampling.sampler import Logits
 from .scheduling.request_queue import TurnTaker
+from .text.chat_template import Message
 
 _SCORED_TOKENS: Final = 32
 """Tokens per pass of a choice: the logits of each of them are in memory, 0.6 MB for a vocabulary of 150,000."""
@@ -138,10 +139,7 @@ def score_documents(
     """
     yes, no = (_only_token(model, word) for word in ("yes", "no"))
     options = GenerateOptions(template_variables={"enable_thinking": False})
-    asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
-    system = {"role": "system", "content": _JUDGE}
-    messages = [[system, {"role": "user", "content": asked + each}] for each in documents]
-    given = [model.chat_prompt(each, options).ids for each in messages]
+    given = [model.chat_prompt(question(query, each, instruction), options).ids for each in documents]
     room, most = model.context, model.graph_io.input_vocab
     prompts = checked_token_ids(given, model.tokenizer.encode_plain, "the prompt of document", room, most)
     scores, read = np.empty(len(prompts), np.float32), 0
@@ -153,6 +151,12 @@ def score_documents(
                 logits = prefill(sequence.bound, token_ids, stopped, sequence.progress).logits
                 scores[index] = probability(float(logits[yes]) - float(logits[no]))
     return Relevance(scores, sum(map(len, prompts)), read)
+
+
+def question(query: str, document: str, instruction: str | None) -> list[Message]:
+    """The messages that ask whether a document answers a query."""
+    asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
 
 
 def probability(logit: float) -> float:

@@ -15,7 +15,11 @@ from edgerun import ContextError, EdgeError, Engine, InputError
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.ranking import question
+from edgerun.runtime.text.chat_template import ChatTemplate
+from edgerun.runtime.text.messages import ChatPrompt
 from support.rerankers import write_reranker
+from support.shared_data import data_path, real_tokenizer
 from support.tiny_models import write_bundle
 
 QUERY = "what is in the sea"
@@ -203,3 +207,19 @@ def test_scores_equal_those_of_transformers(source: Path, engine: Engine) -> Non
             logits = model(torch.tensor([[token for part in parts for token in part]])).logits[0, -1]
         expected.append(torch.softmax(torch.stack([logits[no], logits[yes]]), 0)[1].item())
     np.testing.assert_allclose(engine.score(QUERY, DOCUMENTS).scores, expected, atol=2e-4)
+
+
+def test_the_question_has_the_tokens_that_the_authors_of_qwen3_reranker_give() -> None:
+    written = data_path("tokenizers/chat_templates/Qwen-Qwen3-0.6B.jinja").read_text(encoding="utf-8")
+    tokenizer = real_tokenizer("qwen2.5")
+    template, document = ChatTemplate(written, {}), "Cats: <b>are</b>\n\n animals, 7 of 10. "
+    thoughtless = {"enable_thinking": False}
+    found = ChatPrompt(question(QUERY, document, None), template, tokenizer, thoughtless).ids
+    parts = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+        f"<Query>: {QUERY}\n<Document>: {document}",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    )
+    assert found == [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]

@@ -15,6 +15,7 @@ import edgerun
 from edgerun import BundleError, ContextError, EdgeError, Encoder, InputError
 from edgerun.runtime.encoders.encoder import load_either
 from support.encoders import SIZE, WEIGHTS, encoder_tokenizer, states_of, write_encoder
+from support.hub_server import files_of, own_hub
 from support.tiny_models import write_json
 
 TEXTS = ["query: what is in the sea", "passage: a", "a fish and another fish 7"]
@@ -133,6 +134,15 @@ def test_a_model_is_told_by_the_outputs_of_its_graph(tmp_path: Path, tiny_bundle
     write_json(tmp_path / "logits" / "config.json", {"architectures": ["BertLMHeadModel"], "vocab_size": 90})
     with pytest.raises(BundleError, match="is an encoder"):
         load_either(str(tmp_path / "logits"))
+
+
+def test_an_encoder_of_the_hub_comes_with_its_pooling(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "model", pooling="pooling_mode_cls_token")
+    with own_hub(tmp_path / "hf") as hub:
+        hub.repo("org/vectors", files_of(folder))
+        with edgerun.load_encoder("org/vectors", threads=1) as encoder:
+            expected = [unit(states_of(own_ids(encoder, text))[0]) for text in TEXTS]
+            np.testing.assert_allclose(encoder.embed(TEXTS), expected, atol=2e-6)
 
 
 def test_threads_use_an_encoder_at_a_time(tmp_path: Path) -> None:
