@@ -149,12 +149,19 @@ def python_version(python: Path, packages: Path) -> str:
 
 
 def add_packages(packages: Path, requirement: str, system: str, version: str, options: Iterable[str]) -> None:
-    """Install edge-run and what it needs from wheels."""
+    """Install edge-run, which may be a folder with its source, and what it needs from wheels.
+
+    Raises:
+        SystemExit: uv refused, and has said why.
+    """
+    source = ["--no-binary", "edge-run"] if Path(requirement.partition("[")[0]).is_dir() else []
     requirements = [requirement, *([CPP_RUNTIME] if system.startswith("windows") else [])]
     target = ["--target", str(packages), "--python-platform", SYSTEMS[system], "--python-version", version]
     command = [sys.executable, "-m", "uv", "pip", "install", "-q", "--only-binary", ":all:", "--link-mode", "copy"]
     environment = {**os.environ, "MACOSX_DEPLOYMENT_TARGET": MACOS}
-    subprocess.run([*command, *target, *options, *requirements], check=True, env=environment)
+    done = subprocess.run([*command, *source, *target, *options, *requirements], check=False, env=environment)
+    if done.returncode != 0:
+        sys.exit("the packages were not installed")
     for name in ("bin", "Scripts"):  # scripts that name this machine's Python
         shutil.rmtree(packages / name, ignore_errors=True)
     for library in packages.glob("*.dll"):  # Windows looks for them beside the program

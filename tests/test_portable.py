@@ -53,6 +53,15 @@ def build(out: Path, wheel: Path, *arguments: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
 
 
+def test_source_that_cannot_be_built_is_refused_by_a_line_of_its_own(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    done = build(tmp_path / "builds" / "out", tmp_path / "source", "--python-here")
+    assert done.returncode == 1
+    assert done.stderr.endswith("the packages were not installed\n")
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "builds").iterdir()) == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="copies a Python of a POSIX system")
 def test_a_folder_runs_where_it_was_moved_to_without_installed_python(wheel: Path, tmp_path: Path) -> None:
     done = build(tmp_path / "out", wheel, "--python-here")
