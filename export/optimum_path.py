@@ -20,6 +20,7 @@ from ..models.atomic import temporary_folder
 from ..models.json_file import read_json_object
 from ..models.manifest import Method
 from ..models.progress import Progress
+from ..models.regular_file import os_errors_as
 from .architectures import supported_families
 from .destination import ExportResult, require_apart
 from .recipe import ExportRecipe
@@ -61,17 +62,15 @@ def export_by_optimum(
     recipe.require_default_scales("checkpoint exported through Optimum")
     require_apart(source, destination)
     parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
-    try:
-        with temporary_folder(parent, "optimum") as folder:
-            progress(_STAGE, 0.0)
-            _run_optimum(source, folder)
-            progress(_STAGE, 1.0)
-            result = upgrade_model(folder, destination, recipe, progress, command=command)
-            return replace(result, seconds=time.perf_counter() - started)
-    except OSError as error:
-        raise DestinationError(
-            f"{parent} cannot be written: {error.strerror or error}", "free space there, or choose another folder"
-        ) from error
+    unwritable = os_errors_as(
+        DestinationError, f"{parent} cannot be written", "free space there, or choose another folder"
+    )
+    with unwritable, temporary_folder(parent, "optimum") as folder:
+        progress(_STAGE, 0.0)
+        _run_optimum(source, folder)
+        progress(_STAGE, 1.0)
+        result = upgrade_model(folder, destination, recipe, progress, command=command)
+        return replace(result, seconds=time.perf_counter() - started)
 
 
 def _run_optimum(source: Path, folder: Path) -> None:

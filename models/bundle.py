@@ -185,8 +185,11 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
     try:
         graph, first, folder = find_graph(path, None, kind)
         require_text_path(graph)
-        if tokenizer is not None:
-            _require_tokenizer(tokenizer)
+        name = _TOKENIZER_FILES[0]
+        if tokenizer is not None and not (tokenizer.is_file() or (tokenizer / name).is_file()):
+            found = "is not a regular file" if tokenizer.exists() else "does not exist"
+            found = f"holds no {name}" if tokenizer.is_dir() else found
+            raise BundleError(f"{tokenizer} {found}", f"give a {name}, or a folder with one")
         manifest_path = graph.parent / MANIFEST_NAME
         manifest = None
         if manifest_path.is_file() and graph.name == GRAPH_NAME:
@@ -212,19 +215,6 @@ def require_text_path(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError as error:
         raise BundleError(f"the path {path} is not UTF-8, which ONNX Runtime cannot open", "rename it") from error
-
-
-def _require_tokenizer(path: Path) -> None:
-    """Check that a path is a tokenizer.json or a folder with one.
-
-    Raises:
-        BundleError: it is neither.
-    """
-    name = _TOKENIZER_FILES[0]
-    if path.is_file() or (path / name).is_file():
-        return
-    what = f"holds no {name}" if path.is_dir() else "is not a regular file" if path.exists() else "does not exist"
-    raise BundleError(f"{path} {what}", f"give a {name}, or a folder with one")
 
 
 def holds_only_bundle_files(folder: Path) -> bool:

@@ -61,8 +61,12 @@ def find_model(name: str | os.PathLike[str] | None, kind: DeviceKind = DeviceKin
             raise BundleError("the model's name is empty", _HINT)
         path = path_of_user(name, _HINT)
         restore_folder(path)
-        if (variant := _variant_of_folder(name)) is not None:
-            return find_graph(*variant, kind)[0]
+        named, _, variant = os.fspath(name).rpartition(":")
+        if named and variant:
+            folder = Path(named).expanduser()
+            restore_folder(folder)
+            if folder.is_dir() and not os.path.lexists(name):
+                return find_graph(folder, variant, kind)[0]
         if is_on_hub(name):
             from .hub.fetch import fetch_model  # noqa: PLC0415  most models are on disk
 
@@ -91,15 +95,6 @@ def model_name(folder: Path) -> str:
     """Return the name of a model folder for people: its id on the hub, or else the folder's own name."""
     downloaded = read_downloaded(folder)
     return folder.resolve().name if downloaded is None else downloaded.id
-
-
-def _variant_of_folder(name: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """Split `folder:variant`; None for any other name."""
-    folder, colon, variant = os.fspath(name).rpartition(":")
-    path = Path(folder).expanduser() if colon and folder and variant else None
-    if path is not None:
-        restore_folder(path)
-    return (path, variant) if path is not None and path.is_dir() and not os.path.lexists(name) else None
 
 
 def is_on_hub(name: str | os.PathLike[str]) -> bool:

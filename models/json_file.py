@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from ..errors import EdgeError
-from .regular_file import MAX_JSON_BYTES, read_regular
+from .regular_file import MAX_JSON_BYTES, os_errors_as, read_regular
 
 RecordT = TypeVar("RecordT")
 
@@ -50,9 +50,8 @@ def read_json_object(
             `error_type` and that hint.
     """
     try:
-        return parse_json_object(read_regular(path, max_bytes))
-    except OSError as error:
-        raise error_type(f"{path} cannot be read: {error.strerror or error}", hint) from error
+        with os_errors_as(error_type, f"{path} cannot be read", hint):
+            return parse_json_object(read_regular(path, max_bytes))
     except ValueError as error:
         raise error_type(f"{path} {error}", hint) from error
 

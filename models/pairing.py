@@ -27,7 +27,7 @@ from .find import find_model
 from .json_file import is_whole, read_json_object
 from .manifest import MANIFEST_NAME, DraftPairing
 from .onnx_file.wire import check_external_data
-from .regular_file import MAX_TOKENIZER_BYTES, read_regular
+from .regular_file import MAX_TOKENIZER_BYTES, os_errors_as, read_regular
 
 TOKENIZER_NAME: Final = "tokenizer.json"
 _MAX_MAP_BYTES: Final = 16 << 20
@@ -222,9 +222,8 @@ def _read_vocabulary(bundle: Bundle) -> _Vocabulary:
 def _read_map(path: Path, *, offsets: bool) -> npt.NDArray[np.int32]:
     """Read the target's ids from an .npy file of integers `[V]`."""
     try:
-        stored = read_array(path, _MAX_MAP_BYTES)
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
+        with os_errors_as(BundleError, f"{path} cannot be read", "check its permissions"):
+            stored = read_array(path, _MAX_MAP_BYTES)
     except ValueError as error:
         raise BundleError(f"{path} cannot be read: it is not an .npy file of numbers", _DAMAGED) from error
     if stored.ndim != 1 or stored.dtype.kind not in "iu" or not stored.size:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Final
+
+from ..errors import EdgeError
 
 MAX_JSON_BYTES: Final = 32 << 20
 """Largest file of settings, a hundred times what such files have; parsing takes about thirty times as much memory."""
@@ -27,6 +31,15 @@ _KINDS: Final = {"d": "a folder", "p": "a pipe", "s": "a socket", "c": "a device
 
 class UnsuitableFileError(OSError):
     """A path is not a regular file, or the file is larger than any file of its kind."""
+
+
+@contextmanager
+def os_errors_as(error_type: type[EdgeError], what: str, hint: str) -> Iterator[None]:
+    """Convert an `OSError` of the block to another error; `what` says what failed, such as "FILE cannot be read"."""
+    try:
+        yield
+    except OSError as error:
+        raise error_type(f"{what}: {error.strerror or error}", hint) from error
 
 
 def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ...errors import InputError, missing_extra
 from ...models.progress import ProgressDisplay
+from ...models.regular_file import os_errors_as
 from ...models.user_text import decode_text, parse_bytes
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
@@ -116,11 +117,9 @@ def _api_key(option: str | None, file: Path | None) -> str | None:
         return os.environ.get(API_KEY_VARIABLE) if option is None else option
     if option is not None:
         raise InputError("--api-key and --api-key-file are both given", "give one of them")
-    try:
-        with file.open("rb") as opened:
-            data = opened.read(_MAX_KEY_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}", "give a file that contains the key") from None
+    unreadable = os_errors_as(InputError, f"{file} cannot be read", "give a file that contains the key")
+    with unreadable, file.open("rb") as opened:
+        data = opened.read(_MAX_KEY_BYTES + 1)
     if len(data) > _MAX_KEY_BYTES:
         raise InputError(f"{file} has more than {_MAX_KEY_BYTES} bytes", "give a file that contains only the key")
     return decode_text(data, str(file)).strip()

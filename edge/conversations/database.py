@@ -115,23 +115,16 @@ class ConversationDatabase:
         def run(connection: sqlite3.Connection) -> _Result:
             if connection.in_transaction:  # Ctrl-C came between a statement and its end
                 connection.execute("ROLLBACK")
-            try:
+            with connection:  # which commits, or rolls back
                 connection.execute(begin)
                 if self._file is not None and not self._is_at_path():
                     # It was set aside while this waited for its lock; a change would be made in the wrong file.
                     raise _ReplacedError(f"{self.path} was replaced several times")
                 self._owner = threading.get_ident()
                 try:
-                    result = work(connection)
+                    return work(connection)
                 finally:
                     self._owner = None
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    with suppress(sqlite3.Error):
-                        connection.execute("ROLLBACK")
-                raise
-            return result
 
         with self._lock:
             return self._guarded(run)

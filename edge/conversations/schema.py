@@ -114,8 +114,8 @@ def is_of_conversations(database: sqlite3.Connection) -> bool:
 def migrate(database: sqlite3.Connection) -> None:
     """Bring the tables to the newest version, each step in a transaction of its own."""
     while (version := version_of(database)) < VERSION:
-        database.execute("BEGIN IMMEDIATE")
-        try:
+        with database:  # which commits, or rolls back
+            database.execute("BEGIN IMMEDIATE")
             # Another process may have made the step meanwhile.
             if version_of(database) == version:
                 for statement in STEPS[version]:
@@ -124,11 +124,6 @@ def migrate(database: sqlite3.Connection) -> None:
                     database.execute("DROP TABLE message_index")
                 database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 database.execute(f"PRAGMA user_version = {version + 1}")
-            database.execute("COMMIT")
-        except BaseException:
-            if database.in_transaction:
-                database.execute("ROLLBACK")
-            raise
 
 
 def salvage(damaged: Path, target: sqlite3.Connection) -> tuple[int, int]:

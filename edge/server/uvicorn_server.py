@@ -113,7 +113,6 @@ class DrainingServer(uvicorn.Server):
         self._service: Final = service
         self._drain_s: Final = drain_s
         self._signalled_at: float | None = None
-        self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager

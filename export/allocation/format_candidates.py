@@ -18,7 +18,7 @@ from typing import Final
 from ...errors import InputError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
-from ...models.regular_file import read_regular
+from ...models.regular_file import os_errors_as, read_regular
 from ...models.user_text import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
@@ -185,10 +185,9 @@ def spelled(weight_format: WeightFormat) -> str:
 
 def _table(file: Path) -> dict[str, object]:
     try:
-        text = decode_text(read_regular(file, _MAX_BYTES), str(file))
+        with os_errors_as(InputError, f"{file} cannot be read", "give the file of a plan"):
+            text = decode_text(read_regular(file, _MAX_BYTES), str(file))
         table = tomllib.loads(text).get("linears")
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}", "give the file of a plan") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not a quantization plan: {error}", _HINT) from error
     if not isinstance(table, dict):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, parse_json_object, shown
 from ...models.manifest import Method, WeightFormat
-from ...models.regular_file import open_regular
+from ...models.regular_file import open_regular, os_errors_as
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
 from .source import (
@@ -251,15 +251,12 @@ def _weight_files(folder: Path, single_file: str) -> list[Path]:
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path} is truncated or not a safetensors file", _DOWNLOAD_AGAIN)
-            text = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", _DOWNLOAD_AGAIN) from error
+    with os_errors_as(CheckpointError, f"{path} cannot be read", _DOWNLOAD_AGAIN), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{path} is truncated or not a safetensors file", _DOWNLOAD_AGAIN)
+        text = file.read(length)
     try:
         header = parse_json_object(text)
     except ValueError as error:

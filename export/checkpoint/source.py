@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...errors import CheckpointError
 from ...models.manifest import WeightFormat
+from ...models.regular_file import os_errors_as
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -133,12 +134,9 @@ def read_bytes(file: Path, offset: int, count: int, name: str, hint: str) -> UIn
     Raises:
         CheckpointError: the file cannot be read or is too short; `hint` says what to do.
     """
-    try:
-        with file.open("rb", buffering=0) as opened:
-            opened.seek(offset)
-            raw = np.fromfile(opened, np.uint8, count)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}", hint) from error
+    with os_errors_as(CheckpointError, f"{file} cannot be read", hint), file.open("rb", buffering=0) as opened:
+        opened.seek(offset)
+        raw = np.fromfile(opened, np.uint8, count)
     if raw.size != count:
         raise CheckpointError(f"{file} ended inside {name}", hint)
     return raw

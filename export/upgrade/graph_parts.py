@@ -23,6 +23,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from ...errors import BundleError
 from ...models.onnx_file.wire import check_external_data
+from ...models.regular_file import os_errors_as
 from ..graph.initializers import INLINE_BELOW, WeightFile, external_tensor
 
 Array = npt.NDArray[Any]
@@ -55,16 +56,13 @@ class FileRange:
             BundleError: the file cannot be read, or shrank meanwhile.
         """
         path = self.folder / self.location
-        try:
-            with path.open("rb") as file:
-                file.seek(self.offset)
-                for start in range(0, self.length, _PIECE):
-                    piece = np.fromfile(file, np.uint8, min(self.length - start, _PIECE))
-                    if not piece.size:
-                        raise BundleError(f"{path} shrank while it was read", "do not change the model meanwhile")
-                    yield piece
-        except OSError as error:
-            raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check the disk") from error
+        with os_errors_as(BundleError, f"{path} cannot be read", "check the disk"), path.open("rb") as file:
+            file.seek(self.offset)
+            for start in range(0, self.length, _PIECE):
+                piece = np.fromfile(file, np.uint8, min(self.length - start, _PIECE))
+                if not piece.size:
+                    raise BundleError(f"{path} shrank while it was read", "do not change the model meanwhile")
+                yield piece
 
     def read(self) -> Array:
         """Map the bytes without copying them, uint8 [length], read-only."""
@@ -150,12 +148,11 @@ def read_model(path: Path) -> ModelProto:
         BundleError: the file is not an ONNX model, or its weights are missing.
     """
     try:
-        check_external_data(path)
-        return onnx.load(path, load_external_data=False)
+        with os_errors_as(BundleError, f"{path} cannot be read", "check its permissions"):
+            check_external_data(path)
+            return onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise BundleError(f"{path} is not an ONNX model", "give a complete .onnx file") from error
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror or error}", "check its permissions") from error
 
 
 def read_tensor(proto: TensorProto, folder: Path) -> Tensor:

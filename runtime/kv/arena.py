@@ -181,7 +181,7 @@ class KVArena(ABC):
         if length > self.length:
             self.buffers.fill(self.length, length, value)
         if self.states is not None:
-            self.states.start_from_zeros(length)
+            self.states.restart([0] * length, {}, length)  # from zeros, whatever the tokens are
         self.length = length
 
     def snapshot(self) -> CacheSnapshot:

@@ -132,10 +132,6 @@ class LayerStates:
         if not holds:
             self._forget_after(length)
 
-    def start_from_zeros(self, length: int) -> None:
-        """Let the next pass start from zeros behind `length` tokens, whatever these are."""
-        self._restart([0] * length, {}, length)
-
     def snapshot(self, anchors: Collection[int]) -> CacheSnapshot:
         """Copy the token ids, and the checkpoints of the states with their positions."""
         known = self._known_up_to(len(self.token_ids), anchors)
@@ -178,13 +174,13 @@ class LayerStates:
             position: tuple(found[index].copy() for found in states)
             for index, position in enumerate(positions.tolist())
         }
-        self._restart(token_ids.tolist(), known)
+        self.restart(token_ids.tolist(), known)
 
     def copy_from(self, source: LayerStates | None, slots: int, anchors: Collection[int]) -> None:
         """Continue from the first `slots` tokens of another sequence, whose anchors are given."""
         if source is None or source.types != self.types:
             raise ValueError(f"the states are not of the types {self.types}")
-        self._restart(source.token_ids[:slots], source._known_up_to(slots, anchors))
+        self.restart(source.token_ids[:slots], source._known_up_to(slots, anchors))
 
     def move_to(self, length: int, anchors: Collection[int]) -> list[int]:
         """Move the states to a position, or as near before it as is known; forget the last pass.
@@ -332,7 +328,7 @@ class LayerStates:
         self.checkpoints = self._checkpoints_up_to(length)
         self._drop_held(*[each for each in self._held if each > length])
 
-    def _restart(self, token_ids: list[int], known: dict[int, StateCheckpoint], position: int = 0) -> None:
+    def restart(self, token_ids: list[int], known: dict[int, StateCheckpoint], position: int = 0) -> None:
         """Forget all passes; the states are zeros at `position`, and others are known at earlier ones."""
         for buffers in self.buffers:
             buffers.write(0.0)

@@ -20,18 +20,14 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handler of Ctrl-C may cancel while this thread holds it
-        self._cancelled = False
-        self._actions: dict[object, Callable[[], object]] = {}
-
-    @property
-    def cancelled(self) -> bool:
+        self.cancelled = False
         """Whether `cancel` was called."""
-        return self._cancelled
+        self._actions: dict[object, Callable[[], object]] = {}
 
     def cancel(self) -> None:
         """Cancel the request: the actions of `calling` run in this thread; calling it again does nothing."""
         with self._lock:
-            first, self._cancelled = not self._cancelled, True
+            first, self.cancelled = not self.cancelled, True
             actions = list(self._actions.values()) if first else []
         for action in actions:
             action()
@@ -46,7 +42,7 @@ class Cancellation:
         key = object()
         with self._lock:
             self._actions[key] = action
-            cancelled = self._cancelled
+            cancelled = self.cancelled
         try:
             if cancelled:
                 action()
@@ -67,7 +63,7 @@ class Cancellation:
         Raises:
             CancelledError: it was.
         """
-        if self._cancelled:
+        if self.cancelled:
             raise CancelledError("the request was cancelled")
 
 

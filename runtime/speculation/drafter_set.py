@@ -129,11 +129,6 @@ class DrafterSet:
             chosen -= {Source.RECYCLED}
         return self._speculator((chosen, recording is not None, request.options.exact)) if chosen else None
 
-    def end_answer(self) -> None:
-        """Wait until the draft model is free again: the answer has ended."""
-        if self.ahead is not None:
-            self.ahead.end()
-
     def oracle_speculator(self, recording: Recording, start: int) -> Speculator:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
         if recording.oracle_mode not in self._oracles:

@@ -76,10 +76,6 @@ class _Bucket:
     moved: float = 0.0
     """Sum of the changes since the curve was made."""
 
-    def inherited(self) -> _Bucket:
-        """A bucket of the same shape whose level is not known yet."""
-        return _Bucket({width: Knot(knot.log, _INHERITED_WEIGHT) for width, knot in self.knots.items()}, [])
-
 
 class _Pass(NamedTuple):
     bucket: _Bucket
@@ -220,9 +216,10 @@ class PassCost:
         index = _bucket_of(context)
         bucket = self._buckets.get(index)
         if bucket is None:
-            bucket = self._buckets[index] = self._nearest(index).inherited()
-        knot = bucket.knots.get(width)
-        if knot is None:
+            # A bucket of the same shape as the nearest one, whose level is not known yet.
+            knots = {each: Knot(knot.log, _INHERITED_WEIGHT) for each, knot in self._nearest(index).knots.items()}
+            bucket = self._buckets[index] = _Bucket(knots, [])
+        if (knot := bucket.knots.get(width)) is None:
             knot = bucket.knots[width] = Knot(math.log(interpolated(bucket.knots, width)), _INHERITED_WEIGHT)
         seen = _Pass(bucket, knot, math.log(seconds))
         if bucket.first_residuals is not None:

@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Final
 
 from ...errors import EdgeError
@@ -87,8 +86,10 @@ class DrafterPool:
         self._prefixes: Final = prefixes
         self.measuring: Final = MeasuringTime(progress)
         """The time that measurements took."""
-        self._model_key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
-        history_folder = cache_folder() / "history" / self._model_key
+        key = hashlib.sha256(bundle.fingerprint.encode()).hexdigest()[:32]
+        history_folder = cache_folder() / "history" / key
+        self._recycled_file: Final = cache_folder() / "recycled" / key
+        self._keeps_learned: Final = options.cache and options.learned
         self._store = HistoryStore(history_folder, _HISTORY_BYTES, _log.warning) if options.history else None
         self._indexing: Final = IdleThread(
             queue, self._index_history, "edge-run history", patience_s=_INDEX_PATIENCE_S, rest=_INDEX_REST
@@ -163,7 +164,8 @@ class DrafterPool:
             else:
                 yield drafters.speculator(request, arena)
         finally:
-            drafters.end_answer()
+            if drafters.ahead is not None:
+                drafters.ahead.end()  # the draft model is free again
             self._idle.append(drafters)
         if (cost := self._pass_cost) is None:
             return
@@ -214,14 +216,6 @@ class DrafterPool:
     def _bind(self) -> BoundGraph:
         """The target's session over a new arena."""
         return self._graph.bind(self._graph.arena(self._context))
-
-    @property
-    def _keeps_learned(self) -> bool:
-        return self._options.cache and self._options.learned
-
-    @property
-    def _recycled_file(self) -> Path:
-        return cache_folder() / "recycled" / self._model_key
 
     def _take_set(self, prompt_ids: Sequence[int]) -> DrafterSet:
         """Take the idle set whose latest prompt is most like a new one, as its drafters know the sequence; or make one.

@@ -194,10 +194,6 @@ class PlainEncoding:
         self._plain.add_tokens([AddedToken(self.border, normalized=False)])
         self._border_id: Final = self._plain.token_to_id(self.border)
 
-    def occurs_in(self, text: str) -> bool:
-        """Whether a text has one of the characters that stand for special tokens."""
-        return any(character in text for character in (self.border, *self.stand_ins.values()))
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in which characters stand for special tokens."""
         ids = encode_text(self._plain, text, add_special_tokens=False)

@@ -115,7 +115,7 @@ class TextTokenizer:
             return ids
         with failures_as(self._failure, text):
             plain = self._plain
-            if plain is None or plain.occurs_in(text):
+            if plain is None or any(each in text for each in (plain.border, *plain.stand_ins.values())):
                 plain = self._plain = PlainEncoding(self._tokenizer, text)
             written = self.marks.replace_own(marked, mark, plain.stand_ins.__getitem__)
             ids = plain.encode(written.replace(mark, ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ....errors import InputError
 from ....models.atomic import write_atomically
+from ....models.regular_file import os_errors_as
 from ....models.user_text import on_one_line
 from ...conversations.answering import model_messages, takes_calls
 from ...conversations.records import Conversation, Role
@@ -166,7 +167,8 @@ class ChatCommands(MessageCommands):
         engine = chat.model.engine
         session = engine.session(system=chat.conversation.fields.system or None)
         session.continue_from(model_messages("", chat.conversation.branch(), calls=takes_calls(engine)))
-        self._write(path, lambda: session.save(path))
+        with os_errors_as(InputError, f"{path} cannot be written", "save somewhere else"):
+            session.save(path)
         chat.note(f"saved; continue with --resume {shlex.quote(str(path))}")
 
     @command("/export", "PATH", takes_path=True)
@@ -178,7 +180,8 @@ class ChatCommands(MessageCommands):
         stored = self._chat.conversation.last(Role.USER).conversation
         store = self._chat.store
         text = store.export_json([stored]) if path.suffix.lower() == ".json" else store.export_markdown(stored)
-        self._write(path, lambda: write_atomically(path, text.encode(), private=True))
+        with os_errors_as(InputError, f"{path} cannot be written", "save somewhere else"):
+            write_atomically(path, text.encode(), private=True)
         self._chat.note(f"written to {path}")
 
     def _destination(self, command: str, argument: str) -> Path | None:
@@ -200,17 +203,6 @@ class ChatCommands(MessageCommands):
         elif not path.parent.is_dir():
             raise InputError(f"the folder {path.parent} does not exist", "make it first, or save somewhere else")
         return path
-
-    def _write(self, path: Path, write: Callable[[], object]) -> None:
-        """Write a file.
-
-        Raises:
-            InputError: it cannot be written.
-        """
-        try:
-            write()
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror or error}", "save somewhere else") from error
 
     def _confirmed(self, question: str) -> bool:
         try:
