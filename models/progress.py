@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 from .user_text import on_one_line
@@ -86,9 +85,7 @@ class ProgressDisplay:
     def __enter__(self) -> ProgressDisplay:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -377,12 +377,11 @@ class Reply:
         if last.finish_reason is None or last.stats is None:
             raise ValueError("the stream ended without a last chunk")
         text = "".join(chunk.text for chunk in chunks)
-        logprobs = tuple(token for chunk in chunks for token in chunk.logprobs)
         return cls(
             text,
             last.finish_reason,
             last.stats,
-            logprobs,
+            tuple(token for chunk in chunks for token in chunk.logprobs),
             reasoning="".join(chunk.reasoning for chunk in chunks),
             tool_calls=joined_calls(delta for chunk in chunks for delta in chunk.tool_calls),
             unparsed=any(chunk.unparsed for chunk in chunks),

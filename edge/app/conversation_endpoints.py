@@ -141,7 +141,7 @@ class _ConversationEndpoints:
                     writing.append(progress)
             else:
                 messages.append(message)
-        branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
+        branch = self._store.branch(conversation.leaf)
         stats = [message.stats for message in branch if message.stats is not None]
         # The messages that were left out of the prompt of the last answer that is shown.
         trimmed = stats[-1].get("trimmed", []) if stats else []
@@ -172,7 +172,7 @@ class _ConversationEndpoints:
         unknown: dict[str, Any] = {"tokens": None, "context": None, "reserve": None, "trimmed": []}
         if not self._is_loaded(model):
             return unknown
-        branch = [] if conversation.leaf is None else self._store.branch(conversation.leaf)
+        branch = self._store.branch(conversation.leaf)
         if content or attachments or not branch:
             parent, files = conversation.leaf, tuple(attachments)
             branch.append(StoredMessage("draft", conversation.id, parent, Role.USER, content, files))

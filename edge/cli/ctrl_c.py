@@ -16,7 +16,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 INTERRUPTED = 130
 """Exit code of an interrupted program."""
@@ -63,9 +63,7 @@ class CommandInterrupts:
             sys.unraisablehook = self._unraisable
             signal.signal(signal.SIGINT, self._raise)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._active:
             ignore_ctrl_c()
             sys.unraisablehook = self._hook

@@ -101,8 +101,10 @@ class MessageTable(ConversationTable):
         return [_message(row) for row in rows]
 
     @reads
-    def branch(self, leaf_id: str) -> list[StoredMessage]:
-        """The messages from the first one to a given one."""
+    def branch(self, leaf_id: str | None) -> list[StoredMessage]:
+        """The messages from the first one to a given one; none for None."""
+        if leaf_id is None:
+            return []
         self.live_message(leaf_id)
         return [_message(row) for row in self.sql(_BRANCH, leaf_id)]
 
@@ -187,7 +189,7 @@ class MessageTable(ConversationTable):
         message = self.message(message_id)
         if self._deletion(message_id)[0] is None:
             leaf = self.live_conversation(message.conversation).leaf
-            shown = leaf is not None and any(each.id == message_id for each in self.branch(leaf))
+            shown = any(each.id == message_id for each in self.branch(leaf))
             self.sql(_DELETE, message_id, time.time(), message_id)
             if shown:
                 # The newest message beside the deleted one, or the message before it if there is none.

@@ -220,7 +220,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     def export_markdown(self, conversation_id: str) -> str:
         """The branch that is shown, as Markdown; attachments are part of their messages."""
         conversation = self.conversation(conversation_id)
-        return as_markdown(conversation, () if conversation.leaf is None else self.branch(conversation.leaf))
+        return as_markdown(conversation, self.branch(conversation.leaf))
 
     @reads
     def export_json(self, ids: Sequence[str] | None = None) -> str:

@@ -127,12 +127,11 @@ def open_mtp_module(folder: Path, model: DecoderConfig) -> MtpModule:
     prefixes = (("model.layers.0.", f"{_PREFIX}layers.0."), (f"model.{model.traits.final_norm}.", f"{_PREFIX}norm."))
     checkpoint = Checkpoint(folder, prefixes)
     # The module's only layer has attention, and experts if the model has any.
-    first = model.attention_layers[0]
     config = replace(
         model,
         traits=replace(model.traits, state_layers=None),
         layers=1,
-        attention=(model.attention[first],),
+        attention=(model.attention[model.attention_layers[0]],),
         state_layers=None,
         experts=None if model.experts is None else replace(model.experts, layers=(True,)),
     )

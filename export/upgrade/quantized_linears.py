@@ -191,10 +191,9 @@ def convert_integer_linears(graph: EditableGraph) -> None:
         block = next((each for each in _BLOCK_SIZES if columns % each == 0), _BLOCK_SIZES[-1])
         blocks = -(-columns // block)
         make = partial(_packed, codes, np.uint8(shift), zeros, blocks * block)
-        packed = Tensor.computed(np.uint8, (rows, blocks, block), make)
         inputs: list[Operand] = [
             quantize.input(0),
-            packed,
+            Tensor.computed(np.uint8, (rows, blocks, block), make),
             np.repeat(scales.astype(np.float32)[:, None], blocks, axis=1),
         ]
         if (zeros != _SIGN_SHIFT).any():

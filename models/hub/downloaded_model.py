@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
@@ -87,10 +88,8 @@ class DownloadedModel:
                 verify_file(self.folder / name, digest)
         except BundleError as error:
             raise BundleError(error.what, f"download it again: edge-run pull {self.id}") from error
-        try:
+        with suppress(OSError):  # the cache is read-only
             os.utime(self.folder / RECORD_NAME)
-        except OSError:  # the cache is read-only
-            return
 
 
 def read_downloaded(folder: Path) -> DownloadedModel | None:

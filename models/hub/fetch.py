@@ -73,12 +73,11 @@ def fetch_model(
         if here:  # of a repository with downloaded graphs, one of them is meant
             files = {file for file in files if file in here or not file.endswith(".onnx")}
     chosen = choose_graph(files, id_.variant, kind=kind, named=listing.decoders, where=id_.repo)
-    variant = variant_of(listing.files, chosen.graph, listing.decoders)
     return _model_folder(
         store,
         listing,
         chosen.graph,
-        variant,
+        variant_of(listing.files, chosen.graph, listing.decoders),
         lambda downloads: _graph_files(downloads, chosen),
         repair=newest,
         progress=progress,

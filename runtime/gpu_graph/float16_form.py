@@ -43,8 +43,7 @@ def use_half_precision(editor: GraphEditor, cache: Iterable[str]) -> None:
             if value.type.tensor_type.elem_type != _FLOAT:
                 raise CannotRewriteError("the cache is not float32")
             value.type.tensor_type.elem_type = _HALF
-    conversion = _Conversion(editor, names)
-    editor.rewrite(conversion.replaced)
+    editor.rewrite(_Conversion(editor, names).replaced)
 
 
 class _Conversion:

@@ -77,8 +77,7 @@ class _Packing:
                 if self._constants.issuperset(each.input):
                     self._constants.update(each.output)
             else:
-                copies = [self._copy(each, text) for text in self._texts]
-                self._nodes.extend(copies)
+                self._nodes.extend(self._copy(each, text) for text in self._texts)
                 self._apart.update(filter(None, each.output))
         self._editor.rewrite(lambda _: ())
         graph.node.extend(self._nodes)

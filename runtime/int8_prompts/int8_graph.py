@@ -122,8 +122,7 @@ def use_integers(editor: GraphEditor, found: Int8Products, limits: IntegerRange)
     Their weights are the initializers `{name}.int8`, int8 `[inputs, outputs]`, and `{name}.int8.scales`, float32
     `[outputs]`, which the caller adds.
     """
-    rewriting = _Rewriting(editor, found, limits)
-    editor.rewrite(rewriting.replaced)
+    editor.rewrite(_Rewriting(editor, found, limits).replaced)
     editor.declare_microsoft()
 
 

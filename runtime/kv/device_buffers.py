@@ -90,7 +90,13 @@ class SlotGraphs:
             EdgeError: ONNX Runtime failed.
         """
         with self._device():
-            session = self._session(kind, tensor_types)
+            session = self._sessions.get((kind, tensor_types))
+            if session is None:
+                options = session_options(1)
+                options.enable_mem_pattern = False
+                providers = self._add_device(options)
+                session = load_session(_graph(kind, tensor_types), options, providers)
+                self._sessions[kind, tensor_types] = session
             binding = session.io_binding()
             for name, array in arrays.items():
                 binding.bind_cpu_input(name, array)
@@ -121,15 +127,6 @@ class SlotGraphs:
                     f"the device cannot keep the KV cache: {error_reason(error)}",
                     "give a smaller --context, or use --device cpu",
                 ) from error
-
-    def _session(self, kind: str, tensor_types: TensorTypes) -> ort.InferenceSession:
-        session = self._sessions.get((kind, tensor_types))
-        if session is None:
-            options = session_options(1)
-            options.enable_mem_pattern = False
-            providers = self._add_device(options)
-            session = self._sessions[kind, tensor_types] = load_session(_graph(kind, tensor_types), options, providers)
-        return session
 
 
 class DeviceBuffers(CacheBuffers):

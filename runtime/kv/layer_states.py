@@ -67,6 +67,8 @@ class LayerStates:
         """Whether the next pass can bring states from the beginning of the last pass to any of its tokens."""
         self.cuts_anywhere: Final = all(each.of_every_token or each.part is StatePart.UPDATED for each in types)
         self.buffers: Final = tuple(StateBuffers(each) for each in types)
+        self._held: Final[Collection[int]] = self.buffers[0].held
+        """Positions of the states that are held."""
         self._runs = False
         """Whether a pass has begun and not ended."""
         self.token_ids: list[int] = []
@@ -308,11 +310,6 @@ class LayerStates:
         """The last position up to a length at which the states are known before the last pass."""
         known = (self._position, *self.checkpoints, *self._held)
         return max((each for each in known if each <= length), default=0)
-
-    @property
-    def _held(self) -> Collection[int]:
-        """Positions of the states that are held."""
-        return self.buffers[0].held
 
     def _keep_held(self, first: int) -> None:
         """Release what is held before a position."""

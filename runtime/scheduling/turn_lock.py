@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
 from typing import Final
 
 POLL_S: Final = 0.05
@@ -87,9 +86,7 @@ class TurnLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.release()
 
     def _take(self) -> bool:

@@ -75,7 +75,15 @@ class DownloadQueue(WorkQueue[_Download]):
         super().__init__("download", "download", context.events)
         self._store: Final = context.store
         self._kind: Final = context.pool.kind
-        self._items.update({each.key: each for each in self._restored()})
+        # What an earlier run left unfinished, and partial files of downloads by other commands.
+        found = [_Download(**{**each, "id": parse_hub_id(each["id"])}) for each in self._store.setting(_SETTING, [])]
+        known = {each.id.repo for each in found}
+        found += [
+            _Download(secrets.token_hex(8), HubId(store.repo), received=received)
+            for store in stores()
+            if store.repo not in known and (received := store.unfinished_bytes())
+        ]
+        self._items.update({each.key: each for each in found[:_MAX_DOWNLOADS]})
         self._current: _Download | None = None
         """The download that the thread works on, also while it is ending one that was paused or cancelled."""
 
@@ -219,14 +227,3 @@ class DownloadQueue(WorkQueue[_Download]):
             if each.state is not WorkState.DONE
         ]
         self._store.set_setting(_SETTING, kept)
-
-    def _restored(self) -> list[_Download]:
-        """What an earlier run left unfinished, and partial files of downloads by other commands."""
-        found = [_Download(**{**each, "id": parse_hub_id(each["id"])}) for each in self._store.setting(_SETTING, [])]
-        known = {each.id.repo for each in found}
-        found += [
-            _Download(secrets.token_hex(8), HubId(store.repo), received=received)
-            for store in stores()
-            if store.repo not in known and (received := store.unfinished_bytes())
-        ]
-        return found[:_MAX_DOWNLOADS]

@@ -110,7 +110,16 @@ class ExportJobs(WorkQueue[_ExportJob]):
         chosen = (name or "").strip() or last.removesuffix(".gguf").removesuffix(".onnx")
         job = _ExportJob(secrets.token_hex(8), source, chosen, bits, calibration_tokens)
         with self._changed:
-            self._require_free(job)
+            if not _NAME.fullmatch(chosen) or chosen == BUNDLED_MODEL:
+                raise InputError(
+                    f"{chosen!r:.80} cannot be the name of a model",
+                    "use letters, digits, spaces, dots, hyphens and underscores, at most 64 of them",
+                )
+            active = [each for each in self._items.values() if each.state not in ENDED]
+            if any(each.name == chosen for each in active) or job.destination.exists():
+                raise InputError(f"there is a model with the name {chosen}", "choose another name, or remove that one")
+            if len(active) >= _MAX_JOBS:
+                raise InputError(f"{_MAX_JOBS} exports wait already", "cancel some of them")
             for key in [key for key, each in self._items.items() if each.state in ENDED][: -_MAX_JOBS or None]:
                 del self._items[key]
             self._items[job.key] = job
@@ -209,15 +218,3 @@ class ExportJobs(WorkQueue[_ExportJob]):
         with self._changed:
             job.state, job.error = state, error
             self._told(job)
-
-    def _require_free(self, job: _ExportJob) -> None:
-        if not _NAME.fullmatch(job.name) or job.name == BUNDLED_MODEL:
-            raise InputError(
-                f"{job.name!r:.80} cannot be the name of a model",
-                "use letters, digits, spaces, dots, hyphens and underscores, at most 64 of them",
-            )
-        taken = any(each.name == job.name and each.state not in ENDED for each in self._items.values())
-        if taken or job.destination.exists():
-            raise InputError(f"there is a model with the name {job.name}", "choose another name, or remove that one")
-        if sum(each.state not in ENDED for each in self._items.values()) >= _MAX_JOBS:
-            raise InputError(f"{_MAX_JOBS} exports wait already", "cancel some of them")

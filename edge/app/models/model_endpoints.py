@@ -97,7 +97,7 @@ class ModelServices:
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt or ""}]
         if conversation is not None:
             stored = self.context.store.conversation(conversation)
-            branch = [] if stored.leaf is None else self.context.store.branch(stored.leaf)
+            branch = self.context.store.branch(stored.leaf)
             while branch and branch[-1].role is not Role.USER:
                 branch.pop()
             messages = model_messages(stored.system, branch, calls=False) if branch else []

@@ -77,7 +77,6 @@ class MarkdownView:
         """Print what is left."""
         self._open.close()
         self._print(self._text)
-        self._text = ""
 
     def _print(self, text: str) -> None:
         if text.strip():

@@ -107,7 +107,12 @@ class Chat:
         self._explained = False
         self.draft = ""
         """What the next prompt begins with."""
-        self.conversation = self._first_conversation(stored)
+        if settings.resume is not None:
+            self.conversation = self._imported(model.engine.session(system=settings.system, resume=settings.resume))
+        else:
+            self.conversation = ChatConversation(store, settings.system or "", stored)
+            if stored is not None and settings.system is not None:
+                self.conversation.change(system=settings.system)
         self.reader: PlainReader | LineEditor = PlainReader(interrupts)
         """What the user types is read from it."""
 
@@ -255,20 +260,6 @@ class Chat:
     def show_stats(self) -> None:
         """Show the statistics of the last answer."""
         self.note("no answer yet" if self.last_stats is None else stats_line(self.last_stats, self.model.engine))
-
-    def _first_conversation(self, stored: Conversation | None) -> ChatConversation:
-        """The conversation to go on with, or a new one.
-
-        Raises:
-            EdgeError: the file that holds it cannot be opened.
-        """
-        system = self.settings.system
-        if self.settings.resume is not None:
-            return self._imported(self.model.engine.session(system=system, resume=self.settings.resume))
-        conversation = ChatConversation(self.store, system or "", stored)
-        if stored is not None and system is not None:
-            conversation.change(system=system)
-        return conversation
 
     def _imported(self, session: Session) -> ChatConversation:
         """A new conversation with the messages of a file that `/save` wrote."""

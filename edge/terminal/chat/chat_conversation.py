@@ -46,7 +46,7 @@ class ChatConversation:
     def branch(self) -> list[StoredMessage]:
         """The messages that are shown, the first one first."""
         conversation = self.stored
-        return [] if conversation is None or conversation.leaf is None else self._store.branch(conversation.leaf)
+        return self._store.branch(None if conversation is None else conversation.leaf)
 
     def add_question(
         self, content: str, attachments: Sequence[Attachment], parent: str | None, model: str

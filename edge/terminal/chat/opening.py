@@ -81,15 +81,14 @@ def _until_left(chat: Chat) -> int:
 
 def _open_store(settings: ChatSettings) -> ConversationStore:
     """The store of conversations; one in memory if nothing is to be kept, or nothing can be."""
-    if not settings.saving:
-        return ConversationStore.in_memory()
-    try:
-        return ConversationStore(notice=write_warning)
-    except ConversationError as error:
-        if settings.conversation is not None or settings.latest:
-            raise
-        write_warning(f"this chat is not saved: {error}")
-        return ConversationStore.in_memory()
+    if settings.saving:
+        try:
+            return ConversationStore(notice=write_warning)
+        except ConversationError as error:
+            if settings.conversation is not None or settings.latest:
+                raise
+            write_warning(f"this chat is not saved: {error}")
+    return ConversationStore.in_memory()
 
 
 def _conversation(store: ConversationStore, settings: ChatSettings) -> Conversation | None:

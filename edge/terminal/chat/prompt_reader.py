@@ -154,19 +154,16 @@ class PlainReader:
             EOFError: the input ended.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
-        line = self._line(PROMPT)
+        line = self.ask(PROMPT)
         while line.endswith("\\"):
-            line = line.removesuffix("\\") + "\n" + self._line(CONTINUATION)
+            line = line.removesuffix("\\") + "\n" + self.ask(CONTINUATION)
         return line
 
     def ask(self, question: str) -> str:
-        """Read the answer to a question; errors as for `read`."""
-        return self._line(question)
-
-    def _line(self, prompt: str) -> str:
+        """Read the answer to a question, or a line after another prompt; errors as for `read`."""
         try:
             with self._interrupts.raising():
-                return input(prompt)
+                return input(question)
         except (EOFError, KeyboardInterrupt):
             write_error("")  # the cursor is still behind the prompt
             raise
