@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import anyio
@@ -11,6 +12,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
 from ...errors import EdgeError
+from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
@@ -18,6 +20,7 @@ from ...runtime.scheduling.request_run import Cancellation
 from ...version import __version__
 from ..service.model_pool import ModelPool
 
+_Used = TypeVar("_Used")
 _Result = TypeVar("_Result")
 _Model: TypeAlias = Annotated[str | None, Field(description="Name of the model; null for the first one.")]
 
@@ -31,13 +34,17 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
     names = ", ".join(entry.id for entry in pool.offered.entries())
     server = MCPServer[Any]("edge-run", instructions=f"Models: {names}", version=__version__, log_level="ERROR")
 
-    async def use(model: str | None, work: Callable[[Engine, Cancellation], _Result]) -> _Result:
+    async def use(
+        opened: Callable[..., AbstractContextManager[_Used]],
+        model: str | None,
+        work: Callable[[_Used, Cancellation], _Result],
+    ) -> _Result:
         """Work with a model in a thread, which ends after its current pass where the call is cancelled."""
         cancellation = Cancellation()
 
         def run() -> _Result:
             try:
-                with pool.use(model, cancellation=cancellation) as engine:
+                with opened(model, cancellation=cancellation) as engine:
                     return work(engine, cancellation)
             except EdgeError as error:
                 raise ToolError(str(error)) from error
@@ -62,7 +69,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
             with cancellation.reading(engine.stream(prompt, options)) as stream:
                 return Reply.of(list(stream)).text
 
-        return await use(model, answer)
+        return await use(pool.use, model, answer)
 
     @server.tool()
     async def embed(
@@ -71,28 +78,28 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
     ) -> dict[str, list[list[float]]]:
         """Embed texts: vectors of length 1, whose dot products say how similar the texts are."""
 
-        def vectors(engine: Engine, cancellation: Cancellation) -> dict[str, list[list[float]]]:
+        def vectors(engine: AnyModel, cancellation: Cancellation) -> dict[str, list[list[float]]]:
             return {"embeddings": engine.embed(texts, cancelled=lambda: cancellation.cancelled).tolist()}
 
-        return await use(model, vectors)
+        return await use(pool.use_any, model, vectors)
 
     @server.tool()
     async def rerank(query: str, documents: list[str], model: _Model = None) -> dict[str, list[float]]:
         """Say how relevant each document is to a query, from 0 to 1."""
 
-        def scores(engine: Engine, cancellation: Cancellation) -> dict[str, list[float]]:
+        def scores(engine: AnyModel, cancellation: Cancellation) -> dict[str, list[float]]:
             return {"scores": engine.score(query, documents, cancelled=lambda: cancellation.cancelled).scores.tolist()}
 
-        return await use(model, scores)
+        return await use(pool.use_any, model, scores)
 
     @server.tool()
     async def count_tokens(text: str, model: _Model = None) -> dict[str, int]:
         """Count the tokens of a text, and tell how many the context of the model has."""
 
-        def count(engine: Engine, _cancellation: Cancellation) -> dict[str, int]:
+        def count(engine: AnyModel, _cancellation: Cancellation) -> dict[str, int]:
             tokens = engine.tokenizer.encode(text, add_special_tokens=False)
             return {"tokens": len(tokens), "context": engine.context}
 
-        return await use(model, count)
+        return await use(pool.use_any, model, count)
 
     return server

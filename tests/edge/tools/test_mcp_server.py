@@ -23,6 +23,7 @@ from mcp.client.stdio import stdio_client
 import edgerun
 from edgerun.export import FP32, ExportRecipe
 from support.commands import Capture, fails
+from support.encoders import write_encoder
 from support.processes import EDGE_RUN, started
 from support.rerankers import write_reranker
 from support.scripted_model import write_calling_bundle
@@ -88,16 +89,17 @@ def client(*arguments: object) -> Iterator[Client]:
         yield Client(process)
 
 
-def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path, Path]) -> None:
+def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     writer, embedder, judge = models
+    encoder = write_encoder(tmp_path / "encoder")
 
     async def talk() -> dict[str, Any]:
-        program, *arguments = (*EDGE_RUN, "mcp", *map(str, models))
+        program, *arguments = (*EDGE_RUN, "mcp", *map(str, (*models, encoder)))
         parameters = StdioServerParameters(command=program, args=arguments)
         async with stdio_client(parameters) as streams, ClientSession(*streams) as session:
             first = await session.initialize()
             assert (first.server_info.name, first.server_info.version) == ("edge-run", edgerun.__version__)
-            assert first.instructions == "Models: writer, embedder, judge"
+            assert first.instructions == "Models: writer, embedder, judge, encoder"
             tools = {tool.name: tool for tool in (await session.list_tools()).tools}
             assert {name: tool.input_schema["required"] for name, tool in tools.items()} == {
                 "generate": ["prompt"],
@@ -110,6 +112,7 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
                 "text": ("generate", {"prompt": "Hello", "system": "Be brief.", "temperature": 0}),
                 "cut": ("generate", {"prompt": "Hello", "max_tokens": 1}),
                 "vectors": ("embed", {"texts": ["one", "the other"], "model": "embedder"}),
+                "encoded": ("embed", {"texts": ["one", "the other"], "model": "encoder"}),
                 "scores": ("rerank", {"query": "the sea", "documents": ["the sand", "that"], "model": "judge"}),
                 "count": ("count_tokens", {"text": "the other"}),
                 "no hidden states": ("embed", {"texts": ["one"]}),
@@ -129,13 +132,16 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
         assert results["text"].content[0].text.startswith("No functions: ")
         count = {"tokens": len(written.tokenizer.encode("the other", add_special_tokens=False)), "context": 2048}
         vectors = embedded.embed(["one", "the other"])
+    with edgerun.load_encoder(encoder) as encoding:
+        encoded = encoding.embed(["one", "the other"])
+    np.testing.assert_allclose(results["encoded"].structured_content["embeddings"], encoded, rtol=0, atol=1e-6)
     assert results["cut"].content[0].text == "No fun"
     assert results["count"].structured_content == count
     np.testing.assert_allclose(results["vectors"].structured_content["embeddings"], vectors, rtol=0, atol=1e-6)
     said = {name: result.content[0].text for name, result in results.items() if result.is_error}
     assert said.keys() == {"no hidden states", "no model", "no number", "no text"}
     assert "does not give hidden states" in said["no hidden states"]
-    assert "there is no model 'none'; models are: writer, embedder, judge" in said["no model"]
+    assert "there is no model 'none'; models are: writer, embedder, judge, encoder" in said["no model"]
     assert "max_tokens" in said["no number"].replace("-", "_")
     assert "prompt" in said["no text"]
 
