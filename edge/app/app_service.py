@@ -7,6 +7,7 @@ import platform
 import threading
 from collections.abc import Mapping
 from functools import partial
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from ..conversations.records import Change, ChangeKind, MessageState, Preset
 from ..conversations.store import KEPT_DAYS
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
-from ..server.http_protocol import ProtocolRoute
+from ..server.http_protocol import ProtocolRoute, RefusedError
 from ..server.json_endpoint import JsonRoute
 from ..tools.tool_settings import read_configuration
 from .app_access import OPEN_PATH, AppAccess, session_refusal
@@ -148,8 +149,7 @@ def chat_app(service: AppService) -> ASGIApp:
         ],
         service.close,
     )
-    programs = asgi_app(service.requests)
-
+    programs = asgi_app(service.requests, Middleware(Guard, _file_refusal))
     paths = [route for route in programs.routes if isinstance(route, ProtocolRoute)]
 
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,6 +159,14 @@ def chat_app(service: AppService) -> ASGIApp:
         await (programs if for_programs else app)(scope, receive, send)
 
     return side_by_side
+
+
+def _file_refusal(scope: Scope) -> RefusedError | None:
+    """Why a program may not download or remove models: programs of all users of this machine reach the app."""
+    if scope["path"] not in ("/api/pull", "/api/delete"):
+        return None
+    what = "programs may not download or remove models through the app"
+    return RefusedError(HTTPStatus.FORBIDDEN, "no_session", what, "use its page, edge-run pull or edge-run rm")
 
 
 def state_routes(context: AppContext, models: ModelServices) -> list[Route]:

@@ -62,8 +62,8 @@ def closing_app(routes: Sequence[BaseRoute], middleware: Sequence[Middleware], c
     return app
 
 
-def asgi_app(service: RequestService) -> Starlette:
-    """The ASGI application of a service; ending its lifespan closes the service."""
+def asgi_app(service: RequestService, *further: Middleware) -> Starlette:
+    """The ASGI application of a service, with further middleware; ending its lifespan closes the service."""
     settings = service.settings
     middleware = [Middleware(_RequestCount, service), Middleware(Guard, partial(origin_refusal, settings))]
     if settings.allow_origins:
@@ -76,6 +76,7 @@ def asgi_app(service: RequestService) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
+    middleware.extend(further)
     own = [route for protocol in PROTOCOLS for route in protocol.routes(service)]
     routes = [Route("/", _index, methods=["GET"]), *own, *_plain_routes(service)]
     return closing_app(routes, middleware, service.close)

@@ -158,3 +158,12 @@ def test_other_programs_use_the_models(app: RunningApp) -> None:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         assert client.post("/v1/chat/completions", json=body).json()["choices"]
         assert client.post("/v1/chat/completions", json=body, headers={"origin": "http://evil"}).status_code == 403
+
+
+def test_other_programs_do_not_change_what_is_on_the_disk(app: RunningApp) -> None:
+    with app.client() as client:
+        model = client.get("/api/tags").json()["models"][0]["name"]
+        for method, path in (("DELETE", "/api/delete"), ("POST", "/api/pull"), ("POST", "/api%2Fpull")):
+            refused = client.request(method, path, json={"model": model})
+            assert refused.status_code == 403
+            assert refused.json()["error"].startswith("programs may not download or remove models")
