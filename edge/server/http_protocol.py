@@ -14,6 +14,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Scope
 
 from ...errors import EdgeError
+from ...models.hub.client import ConnectionFailedError, OfflineError
 from ..service.request_error import ErrorCode, RequestError, describe
 
 _STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
@@ -25,6 +26,11 @@ _STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
     ErrorCode.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 """Status by code; 400 for all others."""
+_HUB_ERRORS: Final = (
+    (OfflineError, HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
+    (ConnectionFailedError, HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
+)
+"""Status and code of errors that the network makes, by their class."""
 _TYPES: Final = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -59,16 +65,27 @@ class RefusedError(EdgeError):
         self.headers: Final = dict(headers or {})
 
 
+def _described(error: EdgeError) -> RefusedError | RequestError:
+    """An error as one with a code."""
+    if isinstance(error, RefusedError):
+        return error
+    for kind, status, code in _HUB_ERRORS:
+        if isinstance(error, kind):
+            return RefusedError(status, code, error.what, error.hint)
+    return describe(error)
+
+
 def error_status(error: EdgeError) -> HTTPStatus:
     """The HTTP status of an error."""
-    return (
-        error.status if isinstance(error, RefusedError) else _STATUS.get(describe(error).code, HTTPStatus.BAD_REQUEST)
-    )
+    described = _described(error)
+    if isinstance(described, RefusedError):
+        return described.status
+    return _STATUS.get(described.code, HTTPStatus.BAD_REQUEST)
 
 
 def error_object(error: EdgeError) -> dict[str, Any]:
     """An error as the JSON object that OpenAI's API answers with."""
-    described: RefusedError | RequestError = error if isinstance(error, RefusedError) else describe(error)
+    described = _described(error)
     status = error_status(error)
     kind = _TYPES.get(status, "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
     param = described.param if isinstance(described, RequestError) else None

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
-from ...models.hub.client import ConnectionFailedError, OfflineError
 from ...runtime.graph.memory import trim_heap
 from ..service.body_decoder import MAX_CHARACTERS, decode_body
 from ..service.request_error import ErrorCode, RequestError
@@ -29,10 +28,6 @@ _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
 _SLOW: Final = ThreadPoolExecutor(2, "edge-run api, slow")
 _LARGE_BODY: Final = 64 << 10
 """Bytes of a body from which on the memory that it took goes back to the system."""
-_STATUS: Final = (
-    (OfflineError, HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
-    (ConnectionFailedError, HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
-)
 Handler: TypeAlias = Callable[..., object]
 """Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors.
 
@@ -120,9 +115,6 @@ class JsonRoute(ProtocolRoute):
             # In a body, an unknown id is an invalid value.
             if isinstance(error, UnknownIdError) and error.id in request.path_params.values():
                 return error_response(not_found(error.what, error.hint), request.scope)
-            for kind, status, code in _STATUS:
-                if isinstance(error, kind):
-                    return error_response(RefusedError(status, code, error.what, error.hint), request.scope)
             return error_response(error, request.scope)
         except Exception as error:  # noqa: BLE001  what it is goes to the log
             _log.error("a request failed: %s", type(error).__name__, exc_info=error)
