@@ -133,7 +133,6 @@ def conversation(messages: Sequence[AnyMessage]) -> list[Message]:
     Raises:
         RequestError: there are none or too many, or fields of a message do not fit together.
     """
-    check_count("messages", len(messages), MAX_MESSAGES)
     places = [f"messages[{index}]" for index in range(len(messages))]
     return checked_messages([_as_mapping(message) for message in messages], "messages", places)
 
@@ -147,8 +146,9 @@ def checked_messages(messages: Sequence[Message], field: str, places: Sequence[s
         places: paths of what each of them comes from.
 
     Raises:
-        RequestError: there are none, or fields of a message do not fit together.
+        RequestError: there are none or too many, or fields of a message do not fit together.
     """
+    check_count(field, len(messages), MAX_MESSAGES)
     try:
         return template_messages(messages)
     except InputError as error:

@@ -20,7 +20,13 @@ from ...service.generation_fields import (
     generation_request,
     template_variables,
 )
-from ...service.message_fields import MAX_MESSAGES, MAX_TOOLS, check_count, checked_messages
+from ...service.message_fields import (
+    FlatJsonSchemaFormat,
+    FunctionDefinition,
+    FunctionTool,
+    checked_messages,
+    tool_mappings,
+)
 from ...service.openai_objects import GenerationObjects
 from ..endpoints import RequestService, computing_route, generating_route
 from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, error_object, named_event
@@ -110,7 +116,7 @@ class AnthropicTool(StrictStruct):
 
     name: str
     input_schema: dict[str, Any]
-    description: str = ""
+    description: str | None = None
     type: Annotated[str | None, about("Tools of the server's own are not supported.", "custom")] = None
     cache_control: dict[str, Any] | None = None
     strict: bool | None = None
@@ -134,6 +140,13 @@ class Thinking(StrictStruct):
     display: str | None = None
 
 
+class OutputConfig(StrictStruct):
+    """How much the model thinks, and what the answer has to look like."""
+
+    effort: str | None = None
+    format: FlatJsonSchemaFormat | None = None
+
+
 class MessagesBody(RequestFields, kw_only=True):
     """Body of the next message of a conversation, and of a count of its tokens."""
 
@@ -144,7 +157,8 @@ class MessagesBody(RequestFields, kw_only=True):
     tools: Annotated[list[AnthropicTool] | None, about("Tools that the model may call.")] = None
     tool_choice: Annotated[ToolChoice | None, about("auto, any, none, or a tool by its name.")] = None
     thinking: Annotated[Thinking | None, about("Whether the model thinks, where its chat template says so.")] = None
-    output_config: Annotated[dict[str, Any] | None, about("The effort of thinking, and a format with a schema.")] = None
+    output_config: Annotated[OutputConfig | None, about("The effort of thinking, and a format with a schema.")] = None
+    metadata: Annotated[dict[str, Any] | None, about("Accepted; does not change the answer.")] = None
     context_management: Annotated[dict[str, Any] | None, about("Accepted; overflow says what is left out.")] = None
     cache_control: Annotated[dict[str, Any] | None, about("Accepted; the prefix cache works by itself.")] = None
     diagnostics: Annotated[dict[str, Any] | None, about("Accepted; there are none.")] = None
@@ -159,26 +173,26 @@ class MessagesBody(RequestFields, kw_only=True):
 def parse_messages(body: bytes) -> GenerationRequest:
     """Decode a body; errors as for OpenAI's."""
     fields = decode_body(body, MessagesBody)
-    check_count("messages", len(fields.messages), MAX_MESSAGES)
-    check_count("tools", len(fields.tools or ()), MAX_TOOLS)
+    tools = [
+        FunctionTool(FunctionDefinition(each.name, each.description, each.input_schema)) for each in fields.tools or ()
+    ]
     system = [] if fields.system is None else [("system", {"role": "system", "content": _text(fields.system)})]
     placed = system + [(f"messages[{i}]", each) for i, said in enumerate(fields.messages) for each in said.mappings()]
     messages = checked_messages([each for _, each in placed], "messages", [place for place, _ in placed])
     continues = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     start = messages.pop()["content"] if continues else ""
-    choice, output = fields.tool_choice or ToolChoice("auto"), fields.output_config or {}
-    schema = (output.get("format") or {}).get("schema")
-    effort = output.get("effort") or ("medium" if fields.thinking else None)
+    choice, output = fields.tool_choice or ToolChoice("auto"), fields.output_config or OutputConfig()
+    effort = output.effort or ("medium" if fields.thinking else None)
     if fields.thinking is not None and fields.thinking.type == "disabled":
         effort = "none"
-    if schema is not None:
-        fields = msgspec.structs.replace(fields, json_schema=schema)
+    if output.format is not None:
+        fields = msgspec.structs.replace(fields, json_schema=output.format.schema)
     others = {
         "max_tokens": fields.max_tokens,
         "answer_start": start,
         "system": None,
         "stop": fields.stop_sequences,
-        "tools": tuple(_function(tool) for tool in fields.tools or () if choice.type != "none"),
+        "tools": tool_mappings(tools) if choice.type != "none" else (),
         "tool_choice": _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}}),
         "parallel_tool_calls": not choice.disable_parallel_tool_use,
         "template_variables": template_variables(None, effort),
@@ -188,12 +202,6 @@ def parse_messages(body: bytes) -> GenerationRequest:
 
 def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _function(tool: AnthropicTool) -> Mapping[str, Any]:
-    """The tool as chat templates read it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 class MessageObjects(GenerationObjects):

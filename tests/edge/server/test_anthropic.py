@@ -122,7 +122,9 @@ def test_a_message_of_the_assistant_at_the_end_is_continued(
     client: anthropic.Anthropic, engine: edgerun.Engine
 ) -> None:
     conversation: Any = [QUESTION, {"role": "assistant", "content": "hel"}]
-    continued = client.messages.create(model="bundle", max_tokens=3, messages=conversation, extra_body=GREEDY)
+    continued = client.messages.create(
+        model="bundle", max_tokens=3, messages=conversation, metadata={"user_id": None}, extra_body=GREEDY
+    )
     expected = engine.generate([QUESTION], answer_start="hel", max_tokens=3, temperature=0.0)
     assert "".join(block.text for block in continued.content if block.type == "text") == expected.text
     assert continued.usage.output_tokens == expected.stats.completion_tokens
@@ -164,6 +166,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "tools[0].type is the string 'web_search_20250305'",
     ),
     "a field": ({"messages": [QUESTION], "topk": 1}, "unknown field topk; did you mean top_k?"),
+    "a format": ({"messages": [QUESTION], "output_config": {"format": "json"}}, "output_config.format is the string"),
+    "a schema": (
+        {"messages": [QUESTION], "output_config": {"format": {"type": "json_schema", "schema": 5}}},
+        "output_config.format.schema is the integer 5",
+    ),
+    "an effort": ({"messages": [QUESTION], "output_config": {"effort": 3}}, "output_config.effort is the integer 3"),
     "a temperature": ({"messages": [QUESTION], "temperature": -1}, "temperature"),
 }
 
