@@ -95,7 +95,8 @@ class InfillObjects(GenerationObjects):
             "tokens_evaluated": stats.prompt_tokens,
             "tokens_cached": stats.prompt_tokens + predicted,
             "truncated": False,
-            "stop_type": "eos" if reason is FinishReason.STOP else "limit",
+            "stop_type": "limit" if reason is not FinishReason.STOP else "word" if stats.stop_sequence else "eos",
+            "stopping_word": stats.stop_sequence,
             "timings": timings,
         }
         wanted = self._request.repeated["response_fields"]

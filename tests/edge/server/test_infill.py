@@ -108,6 +108,8 @@ def test_infill_answers_editors(app: Starlette, engine: edgerun.Engine) -> None:
     assert found["timings"]["cache_n"] + found["timings"]["prompt_n"] == reply.stats.prompt_tokens
     assert found["timings"]["prompt_ms"] > 0
     assert found["stop_type"] == ("limit" if reply.finish_reason == "length" else "eos")
+    stopped = post(app, "/infill", {**EDITOR, "stop": [reply.text[3:5]]})
+    assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", reply.text[3:5])
     fields = ["content", "timings/predicted_n", "truncated", "other"]
     some = post(app, "/infill", {**EDITOR, "response_fields": fields})
     assert some == {"content": reply.text, "timings/predicted_n": 8, "truncated": False}
