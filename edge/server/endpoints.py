@@ -177,7 +177,7 @@ class Endpoint:
                 for piece in self._compute(request, run):
                     run.put(piece)
                 return
-            name = self._service.pool.offered.find(request.model).id
+            name = self._service.pool.find(request.model).id
             with self._use(name, cancellation=run.cancellation, keep_s=keep_s) as engine:
                 run.cancellation.check()
                 try:

@@ -289,7 +289,7 @@ def keep_seconds(keep_alive: str | float | None) -> float | None:
     if not isinstance(keep_alive, str):
         return math.inf if keep_alive is not None and keep_alive < 0 else keep_alive
     parts = _DURATION.findall(keep_alive)
-    if "".join(number + unit for number, unit in parts) != keep_alive.removeprefix("-"):
+    if not parts or "".join(number + unit for number, unit in parts) != keep_alive.removeprefix("-"):
         raise invalid("keep_alive", f"keep_alive is {keep_alive!r:.50}", "give seconds, or a duration such as 1h30m")
     return math.inf if keep_alive.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
 

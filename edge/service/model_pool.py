@@ -20,7 +20,7 @@ from ...models.user_text import format_bytes
 from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine
 from ...runtime.scheduling.request_run import Cancellation
-from .offered_models import OfferedModels
+from .offered_models import ModelEntry, OfferedModels
 from .pooled_model import ModelState, PooledModel
 from .request_error import ErrorCode, RequestError, invalid
 
@@ -65,6 +65,21 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         self._threads: Final[set[threading.Thread]] = set()
         self._timer: threading.Thread | None = None
         self._closed = False
+
+    def find(self, name: str | None) -> ModelEntry:
+        """Return the model of a name: one that is offered, or in memory while its files are gone.
+
+        Raises:
+            RequestError: there is no such model, or several have the name.
+        """
+        try:
+            return self.offered.find(name)
+        except RequestError:
+            with self._changed:
+                model = self._models.get((name or "").removesuffix(":latest"))
+                if model is None or model.engine is None:
+                    raise
+                return model.entry
 
     @contextmanager
     def use(
@@ -113,7 +128,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
             CancelledError: the request was cancelled while it waited.
             EdgeError: the model cannot be loaded.
         """
-        entry = self.offered.find(name)
+        entry = self.find(name)
         token = cancellation or Cancellation()
         reader = threading.get_ident()
         with token.calling(self._notify), self._changed:
@@ -146,7 +161,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
     ) -> ModelState:
         """Load a model, and return its status; arguments and errors as for `use_any`."""
-        entry = self.offered.find(name)
+        entry = self.find(name)
         with self.use_any(entry.id, progress, cancellation=cancellation), self._changed:
             return self._models[entry.id].status()
 
@@ -156,10 +171,10 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         Raises:
             RequestError: there is no such model, or it is in use.
         """
-        entry = self.offered.find(name)
+        entry = self.find(name)
         with self._changed:
             model = self._models.get(entry.id)
-            if model is None or model.engine is None:
+            if model is None or (model.engine is None and not model.waiting):
                 return False
             if not model.idle:
                 users = model.users + model.waiting

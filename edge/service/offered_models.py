@@ -150,9 +150,8 @@ def _local_entries() -> tuple[ModelEntry, ...]:
             # The last one of an id is at the commit that the main branch refers to, or else the last used one.
             newest = {model.id: model for model in found}
             for id_, model in sorted(newest.items()):
-                graph = model.folder / model.source
                 aliases = tuple(name for name in (model.repo, f"{id_}@{model.commit}") if name != id_)
-                created = int(graph.stat().st_mtime) if graph.is_file() else 0
+                created = int(model.folder.stat().st_mtime)
                 entries.append(ModelEntry(id_, str(model.path), aliases, created, model.repo.partition("/")[0]))
     return tuple(entries)
 

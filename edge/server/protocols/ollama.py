@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 
+from ....errors import BundleError
 from ....models.hub.downloaded_model import parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....runtime.encoders.encoder import AnyModel
@@ -30,7 +31,7 @@ from ...service.model_files import ModelFiles
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
-from ...service.request_error import invalid, unsupported
+from ...service.request_error import ErrorCode, RequestError, invalid, unsupported
 from ...service.text_bodies import TextsOrIds, encoded_texts
 from ..endpoints import RequestService, computing_route, generating_route
 from ..http_protocol import Protocol, ProtocolRoute, encode_json
@@ -58,7 +59,7 @@ OLLAMA: Final = Protocol(
 class OllamaOptions(RequestFields, kw_only=True):
     """Options of an answer: those of the completions of this server, under their names, and Ollama's own."""
 
-    num_predict: Annotated[int | None, about("Largest number of tokens; below 0 for no limit.")] = None
+    num_predict: Annotated[int | None, about("Largest number of tokens; 0 or less for no limit.")] = None
     num_batch: Annotated[int | None, about("Accepted; does not change the answer.")] = None
     num_gpu: Annotated[int | None, about("Accepted; the command line chooses the device.")] = None
     num_keep: Annotated[int | None, about("Accepted; overflow says what happens to long conversations.")] = None
@@ -70,9 +71,9 @@ class _Body(StrictStruct, kw_only=True):
     """What chats and texts have in common."""
 
     model: Annotated[str, about("Name of the model; the tag :latest is ignored.")]
-    stream: Annotated[bool, about("Whether to send the answer while it is generated; true by default.")] = True
+    stream: Annotated[bool | None, about("Whether to send the answer while it is generated; true by default.")] = None
     format: Annotated[str | dict[str, Any] | None, about("json, or a JSON schema.")] = None
-    options: Annotated[OllamaOptions, about("Options of the answer.")] = msgspec.field(default_factory=OllamaOptions)
+    options: Annotated[OllamaOptions | None, about("Options of the answer.")] = None
     keep_alive: KeepAlive = None
     think: Annotated[bool | str | None, about("Whether the model thinks, or how much.")] = None
     images: Annotated[list[str] | None, about("Not supported: models here read text.", [])] = None
@@ -81,37 +82,39 @@ class _Body(StrictStruct, kw_only=True):
         """The request; without a prompt, the model is only loaded, or unloaded."""
         if isinstance(self.format, str) and self.format not in ("", "json"):
             raise invalid("format", f"format is {self.format!r:.50}", "give json, or a JSON schema")
+        options = self.options or OllamaOptions()
         fields = msgspec.structs.replace(
-            self.options,
+            options,
             model=self.model,
-            stream=self.stream and bool(prompts),
+            stream=self.stream is not False and bool(prompts),
             keep_alive=self.keep_alive,
             json_schema=self.format if isinstance(self.format, dict) else None,
             response_format=JsonObjectFormat() if self.format == "json" else None,
         )
         effort = ("medium" if self.think else "none") if isinstance(self.think, bool) else self.think
         others["template_variables"] = template_variables(None, effort)
-        others["max_tokens"] = None if (self.options.num_predict or 0) < 0 else self.options.num_predict
+        others["max_tokens"] = max(options.num_predict or 0, 0) or None
         return generation_request(fields, prompts, others)
 
 
 class OllamaChatBody(_Body, kw_only=True):
     """Body of the next message of a conversation."""
 
-    messages: Annotated[list[dict[str, Any]], about("The conversation; without one, the model is only loaded.")] = (
-        msgspec.field(default_factory=list)
-    )
+    messages: Annotated[
+        list[dict[str, Any]] | None, about("The conversation; without one, the model is only loaded.")
+    ] = None
     tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
 
     @classmethod
     def parse(cls, body: bytes) -> GenerationRequest:
         """Decode a body; errors as for OpenAI's."""
         fields = decode_body(body, cls)
-        places = [f"messages[{index}]" for index in range(len(fields.messages))]
-        for message, place in zip(fields.messages, places, strict=True):
+        given = fields.messages or []
+        places = [f"messages[{index}]" for index in range(len(given))]
+        for message, place in zip(given, places, strict=True):
             if message.pop("images", None):
                 raise unsupported(f"{place}.images", f"{place} has images", "models here read text: leave them out")
-        messages = [{_OTHER_NAMES.get(name, name): each[name] for name in each} for each in fields.messages]
+        messages = [{_OTHER_NAMES.get(name, name): each[name] for name in each} for each in given]
         prompts = [checked_messages(messages, "messages", places)] if messages else []
         return fields.request(prompts, tools=tool_mappings(fields.tools))
 
@@ -119,9 +122,9 @@ class OllamaChatBody(_Body, kw_only=True):
 class OllamaTextBody(_Body, kw_only=True):
     """Body of an answer to one prompt."""
 
-    prompt: Annotated[str, about("What is answered; without it, the model is only loaded.")] = ""
+    prompt: Annotated[str | None, about("What is answered; without it, the model is only loaded.")] = None
     system: Annotated[str | None, about("The system message.")] = None
-    raw: Annotated[bool, about("Whether the prompt is continued as it is, without the chat template.")] = False
+    raw: Annotated[bool | None, about("Whether the prompt is continued as it is, without the chat template.")] = None
     suffix: Annotated[str | None, about("The text after a gap, which a model with tokens for it fills.")] = None
     template: Annotated[None, about("Not supported: the model's own template is used.")] = None
     context: Annotated[None, about("Not supported: send a conversation to /api/chat.")] = None
@@ -130,8 +133,8 @@ class OllamaTextBody(_Body, kw_only=True):
     def parse(cls, body: bytes) -> GenerationRequest:
         """Decode a body; errors as for OpenAI's."""
         fields = decode_body(body, cls)
-        others = {"raw": fields.raw, "system": fields.system, "suffix": fields.suffix}
-        return fields.request([fields.prompt] if fields.prompt or fields.suffix else [], **others)
+        others = {"raw": fields.raw, "system": fields.system, "suffix": fields.suffix or None}
+        return fields.request([fields.prompt or ""] if fields.prompt or fields.suffix else [], **others)
 
 
 class ChatLines(GenerationObjects):
@@ -229,7 +232,11 @@ def _pull(pool: ModelPool, body: OllamaPullBody, run: Run[bytes]) -> Iterator[by
         if body.stream:
             run.put(_line({"status": f"pulling {name}", "digest": name, "total": total, "completed": here}))
 
-    fetch_model(parse_hub_id(body.model), pool.kind, newest=True, progress=report)
+    id_ = parse_hub_id(body.model.removesuffix(":latest"))
+    try:
+        fetch_model(id_, pool.kind, newest=True, progress=report)
+    except BundleError as error:
+        raise RequestError(error.what, error.hint, code=ErrorCode.MODEL_NOT_FOUND) from error
     yield _line({"status": "success"})
 
 
@@ -256,7 +263,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         return {
             "models": [
                 {
-                    **described(pool.offered.find(state.id)),
+                    **described(pool.find(state.id)),
                     "size": state.bytes,
                     "context_length": (pool.sizes_of(state.id) or (0, 0))[0],
                     "expires_at": _NEVER if state.expires is None else _time(state.expires),

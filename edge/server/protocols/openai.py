@@ -53,7 +53,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
 
     def unload(model: str) -> object:
         """Unload a model that is not in use."""
-        return {"model": service.pool.offered.find(model).id, "unloaded": service.pool.unload(model)}
+        return {"model": service.pool.find(model).id, "unloaded": service.pool.unload(model)}
 
     chat = "The next message of a conversation."
     text = "The continuation of a text, or of token ids; several prompts are answered one after the other."

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import ollama
 import pytest
 from starlette.applications import Starlette
 
 import edgerun
+import edgerun.server
 from edgerun.edge.service.generation_fields import keep_seconds
+from edgerun.models.hub.local_store import Store
+from support.hub_server import HubServer, files_of, own_hub
 from support.scripted_model import WEATHER, write_calling_bundle
 from support.serving import Served, asked, served
 
@@ -121,6 +125,63 @@ def test_errors_have_ollamas_form(client: ollama.Client) -> None:
         client.embed(NAME, "a")
 
 
+def test_null_is_the_default_and_num_predict_0_no_limit(server: Served) -> None:
+    asking = {"model": NAME, "messages": [QUESTION], "options": {"temperature": 0}, "stream": False}
+    text = server.post("/api/chat", asking)["message"]["content"]
+    asking["options"] = {"temperature": 0, "num_predict": 0, "stop": None}
+    nulls = dict.fromkeys(("tools", "format", "think", "keep_alive", "images"))
+    assert server.post("/api/chat", {**asking, **nulls})["message"]["content"] == text
+    assert server.post("/api/chat", {"model": NAME, "messages": None, "options": None})["done_reason"] == "load"
+    nulls = dict.fromkeys(("system", "raw", "stream", "suffix", "options"))
+    response = server.request("POST", "/api/generate", {"model": NAME, "prompt": "list", **nulls})
+    assert len(response.body.splitlines()) > 1
+    assert server.post("/api/generate", {"model": NAME, "prompt": "a", "suffix": "", "stream": False})["response"]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, model: Path) -> Iterator[HubServer]:
+    with own_hub(tmp_path) as hub:
+        hub.repo("acme/tiny", files_of(model, "onnx/"))
+        yield hub
+
+
+def test_a_model_is_downloaded_listed_and_removed(hub: HubServer) -> None:
+    app = edgerun.server.app(cache=False)
+
+    def ask(path: str, method: str = "POST", **body: Any) -> httpx.Response:
+        return asked(app, method, path, json=body)
+
+    lines = [json.loads(line) for line in ask("/api/pull", model="acme/tiny:latest").text.splitlines()]
+    assert lines.pop() == {"status": "success"}
+    assert lines[-1]["completed"] == lines[-1]["total"] > 1000
+    assert ask("/api/pull", model="acme/tiny", stream=False).json() == {"status": "success"}
+    (listed,) = [each for each in ask("/api/tags", "GET").json()["models"] if each["name"] == "acme/tiny"]
+    assert listed["modified_at"] > "2020"
+    assert ask("/api/generate", model="acme/tiny").json()["done_reason"] == "load"
+    Store("acme/tiny").remove(None)  # as another process does
+    assert [each["name"] for each in ask("/api/ps", "GET").json()["models"]] == ["acme/tiny"]
+    assert ask("/v1/models/unload", model="acme/tiny").json()["unloaded"]
+    assert ask("/api/generate", model="acme/tiny").status_code == 404
+    ask("/api/pull", model="acme/tiny", stream=False)
+    assert ask("/api/delete", "DELETE", model="acme/tiny").status_code == 200
+    assert "acme/tiny" not in ask("/api/tags", "GET").text
+
+
+def test_downloads_that_fail_say_whose_fault_it_is(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = edgerun.server.app(cache=False)
+
+    def refused(name: str) -> tuple[int, str]:
+        response = asked(app, "POST", "/api/pull", json={"model": name})
+        return response.status_code, response.json()["error"]
+
+    assert refused("acme/none")[0] == 400
+    assert refused("acme/tiny:q9") == (404, "acme/tiny has no variant q9; name one of fp32")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert refused("acme/other")[0] == 502
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert refused("acme/other")[0] == 503
+
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "no object": ("/api/chat", [], "the body is the array []; it must be a JSON object"),
     "no model": ("/api/chat", {"messages": []}, "model is missing"),
@@ -141,6 +202,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a temperature": ("/api/generate", {"model": "", "prompt": "a", "options": {"temperature": -1}}, "temperature"),
     "a context": ("/api/generate", {"model": "bundle", "prompt": "a", "options": {"num_ctx": 10**6}}, "num_ctx is"),
     "a duration": ("/api/generate", {"model": "", "prompt": "a", "keep_alive": "soon"}, "keep_alive is 'soon'"),
+    "no duration": ("/api/generate", {"model": "", "keep_alive": ""}, "keep_alive is ''"),
+    "messages": ("/api/chat", {"model": "", "messages": [{}] * 10_001}, "10001 items"),
     "no texts": ("/api/embed", {"model": "bundle", "input": []}, "input is empty"),
     "a hub's name": ("/api/pull", {"model": "nonsense"}, "nonsense"),
 }
