@@ -33,7 +33,7 @@ COMMANDS: Final = {
     "tune": "Measure what passes over several tokens cost.",
     "verify": "Check that speculation does not change the text.",
     "pull": "Download a model from the Hugging Face Hub.",
-    "serve": "Serve models to programs that use OpenAI's API.",
+    "serve": "Serve models to programs that talk to OpenAI's, Anthropic's or Ollama's API.",
     "models": "List the models on this machine, or remove one.",
     "ps": "List the models that running servers and apps have in memory.",
     "stop": "Unload a model from the memory of running servers and apps.",
