@@ -186,9 +186,8 @@ def remove_abandoned_files(parent: Path, pattern: str = ".+") -> None:
 
 
 def _require_replaceable(destination: Path, replaceable: Callable[[Path], bool]) -> None:
-    if not destination.exists():
-        return
-    if not destination.is_dir() or (any(destination.iterdir()) and not replaceable(destination)):
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if destination.exists() and not is_empty and not (destination.is_dir() and replaceable(destination)):
         raise FileExistsError(str(destination))
 
 

@@ -70,7 +70,7 @@ class DeviceCheck:
     """Number of nodes that the device left to the CPU, by operator."""
 
 
-DEVICE_CHECKS: Final = MeasurementStore.of_records("device-checks", 2, DeviceCheck)
+DEVICE_CHECKS: Final = MeasurementStore("device-checks", 2, DeviceCheck)
 """How far devices are from the CPU, by model and device."""
 
 

@@ -25,7 +25,7 @@ _HELD_TWICE_BYTES: Final = 64 << 20
 """Weights of models that are not packed, below which a second graph may hold its own copy of them."""
 _SMALL_MODEL_BYTES: Final = 64 << 20
 """Smaller models read a thousand tokens in a fraction of a second."""
-_PROBES: Final = MeasurementStore.of_records("probes", 2, ProbeResult)
+_PROBES: Final = MeasurementStore("probes", 2, ProbeResult)
 
 
 def open_graph(

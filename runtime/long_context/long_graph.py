@@ -77,7 +77,7 @@ class MeasuredPasses:
         return None if found is None else found[1] < _WORTH * found[0]
 
 
-LONG_CONTEXT_TIMES: Final = MeasurementStore.of_records("long-context", 2, MeasuredPasses)
+LONG_CONTEXT_TIMES: Final = MeasurementStore("long-context", 2, MeasuredPasses)
 """Which graph runs passes over long contexts, by model, machine and number of threads."""
 
 

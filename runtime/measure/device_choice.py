@@ -35,7 +35,7 @@ class FastestDevice:
     """Whether other programs used the processor meanwhile; a choice against the CPU is then not stored."""
 
 
-FASTEST_DEVICES: Final = MeasurementStore.of_records("fastest-device", 1, FastestDevice)
+FASTEST_DEVICES: Final = MeasurementStore("fastest-device", 1, FastestDevice)
 """Devices on which models decode fastest on this machine."""
 
 
@@ -76,7 +76,7 @@ class ThreadChoice:
     """Whether other programs used the processor meanwhile; the choice is then not stored."""
 
 
-THREAD_CHOICES: Final = MeasurementStore.of_records("threads", 1, ThreadChoice)
+THREAD_CHOICES: Final = MeasurementStore("threads", 1, ThreadChoice)
 """Numbers of threads with which models are fastest on this machine."""
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import Count, NotNegative, WholeNumber, record_from_json
+from ...models.json_file import Count, NotNegative, WholeNumber
 from ..graph.bound_graph import BoundGraph
 from ..kv.buffers import CacheSnapshot
 from ..prefill import prefill
@@ -135,9 +134,7 @@ class ExactnessReport:
         return {**asdict(self), "epsilon": self.epsilon, "passed": self.passed}
 
 
-EXACTNESS_REPORTS: Final = MeasurementStore(
-    "exactness", 2, partial(record_from_json, ExactnessReport), ExactnessReport.to_json
-)
+EXACTNESS_REPORTS: Final = MeasurementStore("exactness", 2, ExactnessReport, ExactnessReport.to_json)
 """Exactness reports of models on this machine."""
 
 

@@ -9,7 +9,6 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
@@ -68,16 +67,9 @@ class MeasurementStore(Generic[MeasurementT]):
     """Name of the folder in the cache."""
     format_version: int
     """Version of the JSON format; files of other versions are not read."""
-    from_json: Callable[[dict[str, Any]], MeasurementT]
-    """Inverse of `to_json`; raises ValueError for anything else."""
+    from_json: type[MeasurementT] | Callable[[dict[str, Any]], MeasurementT]
+    """Inverse of `to_json`, which raises ValueError for anything else; or a dataclass with the fields of the file."""
     to_json: Callable[[Any], dict[str, Any]] = asdict
-
-    @classmethod
-    def of_records(
-        cls, kind: str, format_version: int, record_type: type[MeasurementT]
-    ) -> MeasurementStore[MeasurementT]:
-        """A store of dataclasses, whose fields are the fields of the file."""
-        return cls(kind, format_version, partial(record_from_json, record_type))
 
     def file(self, key: MeasurementKey) -> Path:
         """Return the path of the measurement's file, which may not exist."""
@@ -89,7 +81,8 @@ class MeasurementStore(Generic[MeasurementT]):
         file = self.file(key)
         make_private(file.parent)
         try:
-            return self.from_json(parse_json_object(read_regular(file, MAX_JSON_BYTES)))
+            data = parse_json_object(read_regular(file, MAX_JSON_BYTES))
+            return record_from_json(self.from_json, data) if isinstance(self.from_json, type) else self.from_json(data)
         except (OSError, ValueError):
             return None
 

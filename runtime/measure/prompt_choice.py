@@ -110,7 +110,7 @@ class PromptChoice:
         return max(chosen, key=lambda width: width / chosen[width])
 
 
-PROMPT_CHOICES: Final = MeasurementStore.of_records("prompt-graph", 1, PromptChoice)
+PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 1, PromptChoice)
 """Which graph reads prompts, by model, machine and number of threads."""
 
 

@@ -225,11 +225,6 @@ def _filled(budget: Budget, form: str, *args: Any, **kwargs: Any) -> int:
     return weight
 
 
-def _tojson(budget: Budget, value: Any, ensure_ascii: bool = False, indent: Any = None, *_: Any, **__: Any) -> int:
-    del ensure_ascii
-    return 30 * budget.weigh(value) * (1 + (_magnitude(budget, indent) if indent else 0))
-
-
 _WIDE_PERCENT: Final = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*?(\*|\d{4,})", re.DOTALL)
 _COSTS: Final[dict[str, Callable[..., int]]] = {
     **dict.fromkeys(("get", "items", "keys", "values"), lambda *_, **__: 100),
@@ -254,7 +249,9 @@ _COSTS: Final[dict[str, Callable[..., int]]] = {
     "replace": _replace,
     # Lists are copied with every list that is added to them.
     "sum": lambda budget, values, *args, **named: _product(budget, values, _length(values, 1), *args, **named),
-    "tojson": _tojson,
+    "tojson": lambda budget, value, _=False, indent=None, *__, **___: (
+        30 * budget.weigh(value) * (1 + (_magnitude(budget, indent) if indent else 0))
+    ),
 }
 """What a call may cost, by the name of the function; any other costs the product of the sizes of its arguments."""
 

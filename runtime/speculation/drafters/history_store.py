@@ -96,16 +96,7 @@ class HistoryStore:
             return True
         max_tokens = self._max_pages // 2 * (_PAGE_BYTES - 64) // WORD
         tokens = np.asarray(token_ids[-max_tokens:], "<u4").tobytes()
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            try:
-                self._append(tokens)
-            except _DATABASE_ERRORS:  # a damaged database was set aside
-                self._append(tokens)
-        except (OSError, *_DATABASE_ERRORS) as error:
-            self._warn(f"this conversation is not stored: {error}")
-            return False
-        return True
+        return self._tried(lambda: self._append(tokens), "this conversation is not stored")
 
     def unindexed_tokens(self) -> int:
         """Number of stored tokens that the index lacks; 0 if the store is in use."""
@@ -136,22 +127,28 @@ class HistoryStore:
         Args:
             pause: called between short steps, without the lock; may wait, or raise an error to stop.
         """
+        return self._tried(lambda: self._reindex(pause), "earlier conversations are not indexed")
+
+    def _tried(self, operation: Callable[[], bool], failure: str) -> bool:
+        """Run an operation, once more if a damaged database was set aside; a failure is a warning, and False."""
         try:
             try:
-                return self._reindex(pause)
+                return operation()
             except _DATABASE_ERRORS:
-                return self._reindex(pause)
+                return operation()
         except (OSError, ValueError, MemoryError, *_DATABASE_ERRORS) as error:
-            self._warn(f"earlier conversations are not indexed: {error}")
+            self._warn(f"{failure}: {error}")
             return False
 
-    def _append(self, tokens: bytes) -> None:
+    def _append(self, tokens: bytes) -> bool:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._database() as database:
             _insert(database, tokens)
             if _pages(database) > self._max_pages:
                 database.rollback()
                 self._delete_oldest(database)
                 _insert(database, tokens)
+        return True
 
     def _reindex(self, pause: Callable[[], None]) -> bool:
         if not self._path.exists():
