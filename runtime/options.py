@@ -278,12 +278,11 @@ class GenerateOptions(OptionRecord):
         Raises:
             InputError: a value is out of range, or aligned answers have no temperature.
         """
-        given = self.temperature is not None or any(getattr(self, name) is not None for name in _FILTERS)
+        given = {name: value for name in _FILTERS if (value := getattr(self, name)) is not None}
         temperature = self.temperature
         if temperature is None:
             temperature = 1.0 if given and defaults.greedy else defaults.temperature
-        filters = {name: getattr(self, name) for name in _FILTERS}
-        filters = {name: getattr(defaults, name) if value is None else value for name, value in filters.items()}
+        filters = {name: getattr(defaults, name) for name in _FILTERS} | given
         if self.grammar_aligned:
             if not temperature:
                 raise InputError("grammar_aligned is given without a temperature", "give one above 0, such as 1")

@@ -111,11 +111,10 @@ def takes_options(*records: OptionsOf[Any], offline: bool = False) -> Callable[[
     def decorated(command: _Command) -> _Command:
         *own, _ = inspect.signature(command, eval_str=True).parameters.values()
         last = [each for each in own if each.name == "as_json"]
-        of_records = [each for record in records for each in record.parameters()]
         flag = partial(inspect.Parameter, kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False)
         parameters = [
             *(each for each in own if each not in last),
-            *of_records,
+            *(each for record in records for each in record.parameters()),
             *([flag("offline", annotation=Offline)] if offline else ()),
             *last,
             flag("debug", annotation=Debug),

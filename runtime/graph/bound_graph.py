@@ -31,11 +31,6 @@ class NewTokens(NamedTuple):
     positions: npt.ArrayLike | None = None
     tree_mask: npt.NDArray[np.bool_] | None = None
 
-    @property
-    def wants_last_only(self) -> bool:
-        """Whether the last token's logits are wanted, and no others."""
-        return self.wanted.size == 1 and self.wanted.item() == len(self.ids) - 1
-
 
 class OtherTexts(NamedTuple):
     """What ran in a pass besides the tokens of a text."""

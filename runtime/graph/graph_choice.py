@@ -21,7 +21,7 @@ from ...errors import EdgeError
 from ..kv.arena import KVArena
 from .bound_graph import BoundGraph, NewTokens
 from .bound_session import BoundSession
-from .graph_io import BASE_GRAPH, Floats, GraphIO
+from .graph_io import BASE_GRAPH, Floats, GraphIO, InputRole
 from .session import DecoderGraph, GraphSession
 from .shared_passes import Gather, SharedPasses
 
@@ -182,7 +182,7 @@ class ChosenSession(BoundGraph):
         self.arena = base.arena
         self._graphs: Final = graphs
         self._base: Final = base
-        self._base_has_bias: Final = base.graph_io.has_bias_input or not graphs.graph_io.has_bias_input
+        self._base_has_bias: Final = InputRole.BIAS not in graphs.graph_io.inputs.keys() - base.graph_io.inputs.keys()
         self._bound: Final[dict[str, BoundSession]] = {}
         """Bindings of further graphs by name."""
         required = tuple(graph for graph in graphs.further if graph.required)

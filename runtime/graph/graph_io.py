@@ -191,11 +191,6 @@ class GraphIO:
         return _last_size(self.draft_features)
 
     @property
-    def has_bias_input(self) -> bool:
-        """Whether an input says which tokens each new token attends to."""
-        return InputRole.BIAS in self.inputs
-
-    @property
     def supports_verification(self) -> bool:
         """Whether one pass can verify several draft tokens."""
         return self.supports_wide_passes and self.logits_mode is not LogitsMode.LAST
@@ -204,7 +199,7 @@ class GraphIO:
     def supports_trees(self) -> bool:
         """Whether the draft tokens of a pass may form a tree."""
         # Siblings share a position, so positions must be an input.
-        inputs = self.has_bias_input and InputRole.POSITIONS in self.inputs
+        inputs = InputRole.BIAS in self.inputs and InputRole.POSITIONS in self.inputs
         return self.supports_verification and inputs and self.trees_correct and not self.states
 
     @property

@@ -63,7 +63,7 @@ def runs_trees_beside(plain: GraphIO, trees: GraphIO) -> bool:
     """Whether the one graph has no bias, and the other computes trees over the same cache; neither needs probing."""
     selected = all(InputRole.LOGIT_POSITIONS in each.inputs for each in (plain, trees))
     same_cache = plain.tensor_types == trees.tensor_types
-    return selected and same_cache and not plain.has_bias_input and trees.supports_trees
+    return selected and same_cache and InputRole.BIAS not in plain.inputs and trees.supports_trees
 
 
 def read_graph_io(graph: Path, model: bytes | None, metadata: ModelMetadata) -> GraphIO:

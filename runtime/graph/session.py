@@ -165,7 +165,10 @@ class GraphSession(DecoderGraph):
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
         self.probe_result = stored if is_current else self._probed(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
-        _check_cache_format(self.graph_io, config.kv, graph)
+        others = [each.past for each in self.graph_io.cache if each.tensor_type.dtype != np.int8]
+        if config.kv is KVFormat.INT8 and (others or self.graph_io.cache_mode is not CacheMode.IN_PLACE):
+            what = f"of {others[0]}" if others else "that grows with every pass"
+            raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
 
     def __del__(self) -> None:
         """Free the session while nothing runs on its device."""
@@ -263,18 +266,6 @@ class GraphSession(DecoderGraph):
             may_be_in_place="GroupQueryAttention" in operators,
             shared_scales=any(name in operators for name in SHARED_SCALE_OPERATORS),
         )
-
-
-def _check_cache_format(graph_io: GraphIO, kv: KVFormat, graph: Path) -> None:
-    """Check that an int8 cache is one as a whole, and extended in place.
-
-    Raises:
-        BundleError: it is not.
-    """
-    others = [each.past for each in graph_io.cache if each.tensor_type.dtype != np.int8]
-    if kv is KVFormat.INT8 and (others or graph_io.cache_mode is not CacheMode.IN_PLACE):
-        what = f"of {others[0]}" if others else "that grows with every pass"
-        raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
 
 
 def load_graph(

@@ -102,7 +102,7 @@ class PromptGraph(FurtherGraph):
                     # In a thread: looking for the pages takes as long as a pass.
                     threading.Thread(target=self.give_back, name="edge-run memory", daemon=True).start()
             return False
-        if new.positions is not None or new.tree_mask is not None or not new.wants_last_only:
+        if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() != [width - 1]:
             return False
         choice = None if self.mode is PrefillMode.INT8 else self.choice
         if self.refusal is not None or width < (LEAST_WIDTH if choice is None else choice.least_width):

@@ -252,7 +252,7 @@ class RequestQueue:
             if not steady and time.perf_counter() >= deadline:
                 self._due.clear()  # they are waited for again once they have handed in another pass
                 break
-            if self._turns.has_waiting:
+            if self._turns.waiting:
                 missing = len(self._due)
                 self._turns.pass_on()
                 if len(self._due) < missing:

@@ -19,7 +19,7 @@ class TurnLock:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
+        self.waiting: Final[deque[threading.Lock]] = deque()
         """A lock for each waiting thread, released when the turn is given to it."""
         self._held = False
         self._holder: int | None = None
@@ -28,11 +28,6 @@ class TurnLock:
     def is_mine(self) -> bool:
         """Whether the calling thread holds the lock."""
         return self._holder == threading.get_ident()
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether threads wait for the lock."""
-        return bool(self._waiting)
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free; False if it is not."""
@@ -46,14 +41,14 @@ class TurnLock:
                 return
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append(turn)
+            self.waiting.append(turn)
         try:
             while not turn.acquire(timeout=POLL_S):
                 pass
         except BaseException:  # an interrupt: the turn may have been given to this thread already
             with self._guard:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
+                if turn in self.waiting:
+                    self.waiting.remove(turn)
                 else:
                     self._give_to_next()
             raise
@@ -66,7 +61,7 @@ class TurnLock:
 
     def pass_on(self) -> None:
         """Let every thread that waits now have the lock once before this one, which holds it, has it again."""
-        if self._waiting:
+        if self.waiting:
             self.release()
             self.acquire_again()
 
@@ -98,7 +93,7 @@ class TurnLock:
 
     def _give_to_next(self) -> None:
         self._holder = None
-        if self._waiting:
-            self._waiting.popleft().release()
+        if self.waiting:
+            self.waiting.popleft().release()
         else:
             self._held = False

@@ -124,7 +124,7 @@ def test_states_of_layers_without_attention(tiny_bundle_of: Callable[[str, str],
 def test_an_int8_graph_has_no_bias_and_the_models_weights_by_links(int4: Path) -> None:
     int8_path = int8_path_of(int4)
     graph_io = GraphSession(int8_path, CPU, metadata_of(open_bundle(int4))).graph_io
-    assert not graph_io.has_bias_input
+    assert InputRole.BIAS not in graph_io.inputs
     assert InputRole.LOGIT_POSITIONS in graph_io.inputs
     assert external_files(int8_path) == ["int8.data", "shared-0.data"]
     assert os.path.samefile(int8_path.parent / "shared-0.data", int4 / "model.onnx.data")
