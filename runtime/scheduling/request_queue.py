@@ -322,7 +322,7 @@ class RequestQueue:
         for ticket in tuple(self._waiting):
             if len(self._running) == self.parallel:
                 break
-            if ticket.owner is None or not self._in_use(ticket.owner):
+            if ticket.owner is None or all(each.owner is not ticket.owner for each in self._running):
                 taken = sum(each.cache_bytes for each in self._running)
                 if self._running and taken + ticket.cache_bytes > self.cache_bytes:
                     break  # those behind it would keep it waiting for ever
@@ -330,23 +330,14 @@ class RequestQueue:
                 self._running.append(ticket)
         self._changed.notify_all()
 
-    def _in_use(self, owner: object) -> bool:
-        return any(ticket.owner is owner for ticket in self._running)
-
     def _check_deadlock(self, ticket: Ticket, reader: int) -> None:
         """Raise if the answers that a request waits for are read by readers that wait themselves."""
-        if ticket.owner is not None and any(
-            each.owner is ticket.owner and each.reader == reader for each in self._running
-        ):
-            raise _deadlock()
+        owned = [each for each in self._running if ticket.owner is not None and each.owner is ticket.owner]
         readers = [each.waiting_reader for each in self._waiting if each.waiting_reader is not None]
-        if self._running and all(each.reader in readers for each in self._running):
-            raise _deadlock()
+        all_wait = bool(self._running) and all(each.reader in readers for each in self._running)
+        if all_wait or any(each.reader == reader for each in owned):
+            raise EdgeError("the reader is in the middle of another answer", "finish or close that stream first")
 
     def _require_open(self) -> None:
         if self._closed:
             raise EdgeError("this engine is closed", "load the model again")
-
-
-def _deadlock() -> EdgeError:
-    return EdgeError("the reader is in the middle of another answer", "finish or close that stream first")

@@ -164,7 +164,7 @@ def test_a_prompt_that_is_being_read_does_not_hold_up_another_answer(
                 done.set()
                 return
             reading.set()
-            wait_until(lambda: bool(engine.model.queue._turns._waiting))
+            wait_until(lambda: bool(engine.model.queue._turns.waiting))
 
     with edgerun.load(tiny_bundle_of("llama", "fp32"), threads=1, cache=False, progress=progress) as engine:
         engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)

@@ -30,7 +30,7 @@ def test_threads_that_always_want_it_alternate() -> None:
     turns.acquire()
     threads = [started(lambda number=number: (ready.wait(), work(number))) for number in range(2)]
     ready.wait()
-    wait_until(lambda: len(turns._waiting) == 2)
+    wait_until(lambda: len(turns.waiting) == 2)
     turns.release()
     for thread in threads:
         thread.join()
@@ -49,7 +49,7 @@ def test_those_who_wait_get_it_in_order() -> None:
                 order.append(number)
 
         threads.append(started(work))
-        wait_until(lambda number=number: len(turns._waiting) == number + 1)
+        wait_until(lambda number=number: len(turns.waiting) == number + 1)
     assert not turns.try_acquire()
     turns.release()
     for thread in threads:
@@ -88,11 +88,11 @@ def test_an_interrupted_thread_leaves_the_queue() -> None:
 
     turns.acquire()
     thread = started(work)
-    wait_until(lambda: len(turns._waiting) == 1)
+    wait_until(lambda: len(turns.waiting) == 1)
     interrupt(thread)
     thread.join()
     assert outcome == ["interrupted"]
-    assert not turns._waiting
+    assert not turns.waiting
     turns.release()
     assert turns.try_acquire()
 
@@ -104,7 +104,7 @@ def test_a_thread_that_is_interrupted_while_others_have_their_turn_raises_with_t
     def work() -> None:
         turns.acquire()
         others_turn.set()
-        wait_until(lambda: len(turns._waiting) == 1)
+        wait_until(lambda: len(turns.waiting) == 1)
         try:
             turns.pass_on()
         except Interrupt:
