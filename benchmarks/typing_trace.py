@@ -29,7 +29,7 @@ from edgerun.runtime.text.tokenizer import TextTokenizer
 from processes import Worker
 
 _ORDERS: Final = {"prefix first": False, "suffix first": True}
-_KEYS_A_TURN: Final = 20
+_KEYS_A_TURN: Final = 4
 """Keys that an engine gets before the other one gets them."""
 
 
