@@ -178,6 +178,10 @@ class Endpoint:
                     run.put(piece)
                 return
             name = self._service.pool.find(request.model).id
+            if getattr(request, "unloads", False):
+                self._service.pool.keep(name, 0.0)
+                run.put(next(self._compute(request, None, name, run.cancellation)))
+                return
             with self._use(name, cancellation=run.cancellation, keep_s=keep_s) as engine:
                 run.cancellation.check()
                 try:
@@ -291,7 +295,7 @@ def _generate(
         protocol: writes the pieces of a stream.
         kind: makes the objects of the response.
         request: what to answer.
-        engine: the model.
+        engine: the model; None where the request unloads it.
         model: its id.
         cancellation: says when to stop.
     """

@@ -171,6 +171,11 @@ class GenerationRequest:
         """The conversation of a request that has one."""
         return self.prompts[0]
 
+    @property
+    def unloads(self) -> bool:
+        """Whether nothing is to be answered, and the model is to leave memory."""
+        return not self.prompts and self.keep_s == 0
+
     def begin(self, engine: Engine, index: int = 0) -> AnswerStream:
         """Begin to answer a prompt; errors as for `Engine.stream`."""
         prompt = self.prompts[index]
@@ -191,7 +196,7 @@ class GenerationRequest:
         Raises:
             RequestError: its context is shorter, or it does not have a token of a prompt.
         """
-        if self.num_ctx is not None and self.num_ctx > engine.context:
+        if self.num_ctx is not None and not self.unloads and self.num_ctx > engine.context:
             raise unsupported(
                 "num_ctx",
                 f"num_ctx is {self.num_ctx}, and the context of this model is {engine.context} tokens",

@@ -153,9 +153,18 @@ class ModelPool(AbstractContextManager["ModelPool"]):
                     model.listeners.pop(reader, None)
                 model.users -= 1
                 model.kept -= kept
-                if keep_s is not None:
-                    model.idle_s = keep_s if keep_s < threading.TIMEOUT_MAX else None
-                self._touch(model)
+                self._touch(model, keep_s)
+
+    def keep(self, name: str | None, keep_s: float) -> None:
+        """Say how long a model in memory stays there if it is not used again; others are not loaded for it.
+
+        Raises:
+            RequestError: there is no such model.
+        """
+        with self._changed:
+            model = self._models.get(self.find(name).id)
+            if model is not None and (model.engine is not None or model.waiting):
+                self._touch(model, keep_s)
 
     def load(
         self, name: str | None, progress: Progress = silent, *, cancellation: Cancellation | None = None
@@ -341,8 +350,10 @@ class ModelPool(AbstractContextManager["ModelPool"]):
                 else:
                     self._changed.wait(left_s)
 
-    def _touch(self, model: PooledModel) -> None:
-        """Note that the use of a model begins or ends now; the lock is held."""
+    def _touch(self, model: PooledModel, keep_s: float | None = None) -> None:
+        """Note that the use of a model begins or ends now, and how long it then stays; the lock is held."""
+        if keep_s is not None:
+            model.idle_s = keep_s if keep_s < threading.TIMEOUT_MAX else None
         model.last_used, model.idle_since = time.time(), time.monotonic()
         if model.idle_s is not None and self._timer is None:
             self._timer = self._start(self._unload_unused)

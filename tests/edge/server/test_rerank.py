@@ -16,6 +16,7 @@ import edgerun.server
 from support.encoders import write_encoder
 from support.rerankers import write_reranker
 from support.serving import asked, chat_body, served
+from support.waiting import wait_until
 
 QUERY = "what is in the sea"
 DOCUMENTS = ["the sand and the sea", "on the other thing " * 12, "that was the sea"]
@@ -179,6 +180,16 @@ def test_a_model_is_loaded_with_progress_and_unloaded(folder: Path) -> None:
     for name in ("vectors", "bundle"):
         assert post(app, "/v1/models/unload", model=name) == {"model": name, "unloaded": True}
     assert "edgerun_models_loaded 0.0" in asked(app, "GET", "/metrics").text
+
+
+def test_an_encoder_is_unloaded_as_in_ollama(folder: Path) -> None:
+    app = edgerun.server.app(folder / "vectors", threads=1)
+    unloading = {"model": "vectors", "keep_alive": 0}
+    assert post(app, "/api/generate", **unloading)["done_reason"] == "unload"
+    post(app, "/v1/models/load", model="vectors")
+    assert "edgerun_models_loaded 1.0" in asked(app, "GET", "/metrics").text  # what it was told before does not hold
+    assert post(app, "/api/generate", **unloading)["done_reason"] == "unload"
+    wait_until(lambda: asked(app, "GET", "/api/ps").json() == {"models": []})
 
 
 def test_the_command_serves_an_encoder(folder: Path, tmp_path: Path) -> None:
