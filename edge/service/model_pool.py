@@ -30,6 +30,11 @@ OpenModel: TypeAlias = Callable[[str, Progress], AnyModel]
 _LOADING: Final = "loading the model"
 
 
+def _waited_s(seconds: float | None) -> float | None:
+    """Seconds as threads can wait for them; None for never, and for so many that no thread can wait for them."""
+    return None if seconds is None or seconds >= threading.TIMEOUT_MAX else seconds
+
+
 class ModelPool(AbstractContextManager["ModelPool"]):
     """Loads models when they are first used, and unloads models that are not in use.
 
@@ -58,7 +63,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
         self.kind: Final = kind
         self.offered: Final = OfferedModels(models, kind)
         self._open_model: Final = open_model
-        self._idle_s: Final = idle_s
+        self._idle_s: Final = _waited_s(idle_s)
         self._changed: Final = threading.Condition()
         """Guards all that follows, and is notified of every change."""
         self._models: Final[dict[str, PooledModel]] = {}
@@ -353,7 +358,7 @@ class ModelPool(AbstractContextManager["ModelPool"]):
     def _touch(self, model: PooledModel, keep_s: float | None = None) -> None:
         """Note that the use of a model begins or ends now, and how long it then stays; the lock is held."""
         if keep_s is not None:
-            model.idle_s = keep_s if keep_s < threading.TIMEOUT_MAX else None
+            model.idle_s = _waited_s(keep_s)
         model.last_used, model.idle_since = time.time(), time.monotonic()
         if model.idle_s is not None and self._timer is None:
             self._timer = self._start(self._unload_unused)

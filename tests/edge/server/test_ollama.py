@@ -114,6 +114,14 @@ def test_models_are_listed_shown_loaded_and_unloaded(client: ollama.Client, serv
     assert server.post("/api/show", {"model": NAME})["capabilities"] == ["completion", "tools"]
 
 
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_a_model_may_stay_longer_than_there_are_dates(model: Path, seconds: float) -> None:
+    app = edgerun.server.app(model, cache=False, idle_unload=seconds)
+    assert asked(app, "POST", "/api/generate", json={"model": NAME}).status_code == 200
+    (loaded,) = asked(app, "GET", "/api/ps").json()["models"]
+    assert loaded["expires_at"].startswith("2318")
+
+
 def test_errors_have_ollamas_form(client: ollama.Client) -> None:
     for ask in (lambda: client.chat("other", [QUESTION]), lambda: client.show("other"), lambda: client.delete("other")):
         with pytest.raises(ollama.ResponseError, match="there is no model 'other'") as refused:
