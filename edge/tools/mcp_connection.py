@@ -119,7 +119,7 @@ class McpConnection:
             self.session_lost = bool(self.server.url) and str(error) == "Session terminated"  # the SDK's words for 404
             if "closed" not in str(error).lower() and not self.session_lost:
                 return f"error: {_reason(error)}", True
-            self._fail(EdgeError("the server has ended", "start it again in the settings"))
+            self._fail(EdgeError("the server has ended", "start it again"))
             return "error: the server has ended", True
         except Exception as error:  # noqa: BLE001  servers send what they like; the model may do better
             return f"error: {type(error).__name__}: {error}"[:_MOST_CHARACTERS], True

@@ -93,7 +93,7 @@ def test_a_server_that_dies_is_noticed_and_can_be_started_again(servers: ToolSer
         process.kill()
     assert servers.call(tool, {"city": "Oslo"}, Cancellation()) == ("error: the server has ended", True)
     wait_until(lambda: described(servers, "weather")["state"] == "failed")
-    assert described(servers, "weather")["error"] == "the server has ended; start it again in the settings"
+    assert described(servers, "weather")["error"] == "the server has ended; start it again"
     assert servers.call(tool, {}, Cancellation()) == ("error: the server weather does not run", True)
     assert servers.offered(["weather/get_weather"], Cancellation()) == {}
     servers.save(*weather(tmp_path))
