@@ -16,6 +16,7 @@ import pytest
 from edgerun.edge.app.start_at_login import change_login, login_files, login_state
 from edgerun.errors import InputError
 from support.app_server import running_app
+from support.processes import started
 
 PYTHON = '/a folder/100% "$HOME"\\python'
 
@@ -98,9 +99,8 @@ def test_the_command_that_is_written_starts_the_app(home: Path, monkeypatch: pyt
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     command = plistlib.loads(str(next(iter(login_files().values()))).encode())["ProgramArguments"]
     environment = {**os.environ, "EDGERUN_HOME": str(home.parent / "data")}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", env=environment) as process:
-        assert process.stderr is not None
-        assert any("edge-run: open http://127.0.0.1:" in line for line in process.stderr)
+    with started(command, stderr=subprocess.PIPE, env=environment) as process:
+        assert any(b"edge-run: open http://127.0.0.1:" in line for line in process.stderr)
         process.terminate()
 
 
