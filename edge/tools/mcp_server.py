@@ -25,6 +25,27 @@ _Result = TypeVar("_Result")
 _Model: TypeAlias = Annotated[str | None, Field(description="Name of the model; null for the first one.")]
 
 
+async def _use(
+    opened: Callable[..., AbstractContextManager[_Used]],
+    model: str | None,
+    work: Callable[[_Used, Cancellation], _Result],
+) -> _Result:
+    """Work with a model in a thread, which ends after its current pass where the call is cancelled."""
+    cancellation = Cancellation()
+
+    def run() -> _Result:
+        try:
+            with opened(model, cancellation=cancellation) as engine:
+                return work(engine, cancellation)
+        except EdgeError as error:
+            raise ToolError(str(error)) from error
+
+    try:
+        return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+    finally:
+        cancellation.cancel()
+
+
 def mcp_server(pool: ModelPool) -> MCPServer[Any]:
     """A server with the tools `generate`, `embed`, `rerank` and `count_tokens`.
 
@@ -33,26 +54,6 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
     """
     names = ", ".join(entry.id for entry in pool.offered.entries())
     server = MCPServer[Any]("edge-run", instructions=f"Models: {names}", version=__version__, log_level="ERROR")
-
-    async def use(
-        opened: Callable[..., AbstractContextManager[_Used]],
-        model: str | None,
-        work: Callable[[_Used, Cancellation], _Result],
-    ) -> _Result:
-        """Work with a model in a thread, which ends after its current pass where the call is cancelled."""
-        cancellation = Cancellation()
-
-        def run() -> _Result:
-            try:
-                with opened(model, cancellation=cancellation) as engine:
-                    return work(engine, cancellation)
-            except EdgeError as error:
-                raise ToolError(str(error)) from error
-
-        try:
-            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
-        finally:
-            cancellation.cancel()
 
     @server.tool()
     async def generate(
@@ -69,7 +70,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
             with cancellation.reading(engine.stream(prompt, options)) as stream:
                 return Reply.of(list(stream)).text
 
-        return await use(pool.use, model, answer)
+        return await _use(pool.use, model, answer)
 
     @server.tool()
     async def embed(
@@ -81,7 +82,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
         def vectors(engine: AnyModel, cancellation: Cancellation) -> dict[str, list[list[float]]]:
             return {"embeddings": engine.embed(texts, cancelled=lambda: cancellation.cancelled).tolist()}
 
-        return await use(pool.use_any, model, vectors)
+        return await _use(pool.use_any, model, vectors)
 
     @server.tool()
     async def rerank(query: str, documents: list[str], model: _Model = None) -> dict[str, list[float]]:
@@ -90,7 +91,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
         def scores(engine: AnyModel, cancellation: Cancellation) -> dict[str, list[float]]:
             return {"scores": engine.score(query, documents, cancelled=lambda: cancellation.cancelled).scores.tolist()}
 
-        return await use(pool.use_any, model, scores)
+        return await _use(pool.use_any, model, scores)
 
     @server.tool()
     async def count_tokens(text: str, model: _Model = None) -> dict[str, int]:
@@ -100,6 +101,6 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
             tokens = engine.tokenizer.encode(text, add_special_tokens=False)
             return {"tokens": len(tokens), "context": engine.context}
 
-        return await use(pool.use_any, model, count)
+        return await _use(pool.use_any, model, count)
 
     return server
