@@ -201,7 +201,8 @@ class Session:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
         # Converted slots are not those that plain decoding would have written, and another device computes other last
         # bits.
-        is_same = about["device"] == model.device.provider and _are_same(saved, scales)
+        are_same = len(saved or ()) == len(scales or ()) and all(map(np.array_equal, saved or (), scales or ()))
+        is_same = are_same and about["device"] == model.device.provider
         arena.plain_length = min(about["plain"], arena.plain_length) if is_same else 0
         with model.queue.turn():
             if arena.length:
@@ -314,15 +315,6 @@ def _scales_by_type(model: LoadedModel, arena: KVArena) -> list[npt.NDArray[np.f
         return None
     names = [tensor.past for tensor in model.graph_io.cache]
     return [model.kv_scales.stacked([names[index] for index in members]) for members in arena.groups.values()]
-
-
-def _are_same(
-    first: Sequence[npt.NDArray[np.float32]] | None, second: Sequence[npt.NDArray[np.float32]] | None
-) -> bool:
-    """Whether two caches are of float, or of int8 with the same scales."""
-    if first is None or second is None:
-        return first is second
-    return all(map(np.array_equal, first, second))
 
 
 def checked_messages(value: Any) -> list[Message]:

@@ -23,7 +23,6 @@ from .devices.providers import device_identity
 from .generation import CachedSequence, Generation
 from .graph.bound_graph import BoundGraph
 from .graph.cache_shift import CacheShift
-from .graph.graph_io import GraphIO
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.ort import RUNTIME_BUILD
@@ -100,7 +99,10 @@ class LoadedModel:
         """The scales of an int8 KV cache; None for a float cache."""
         self.power: Final = config.power
         """Whether the threads spin while they wait for work, or sleep."""
-        _require_whole_head(bundle, graph.graph_io)
+        if graph.graph_io.vocab_size < graph.graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
+            sizes = f"{graph.graph_io.vocab_size} of {graph.graph_io.input_vocab}"
+            why = f"{bundle.folder} is a draft whose head has {sizes} tokens"
+            raise BundleError(why, "run the model that it drafts for")
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
@@ -385,16 +387,3 @@ class LoadedModel:
         if self._graph is None:
             raise EdgeError("this engine is closed", "load the model again")
         return self._graph
-
-
-def _require_whole_head(bundle: Bundle, graph_io: GraphIO) -> None:
-    """Refuse a draft model whose LM head lacks most of the vocabulary.
-
-    Raises:
-        BundleError: the model is one.
-    """
-    if graph_io.vocab_size < graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
-        raise BundleError(
-            f"{bundle.folder} is a draft whose head has {graph_io.vocab_size} of {graph_io.input_vocab} tokens",
-            "run the model that it drafts for",
-        )

@@ -151,16 +151,12 @@ def _show(url: str, *, browser: bool, window: bool) -> None:
 
         webview.create_window("edge-run", url, width=1100, height=800)
         webview.start()  # returns when the window is closed
-    elif browser and _has_display():
+        return
+    # Without a desktop, Python would start a text browser in this terminal.
+    has_display = platform.system() in {"Windows", "Darwin"} or any(map(os.getenv, ("DISPLAY", "WAYLAND_DISPLAY")))
+    if browser and has_display:
         # Starting a browser can take seconds, and the page needs the server.
         threading.Thread(target=webbrowser.open, args=(url,), name="edge-run browser", daemon=True).start()
-
-
-def _has_display() -> bool:
-    """Whether there is a desktop; without one, Python would start a text browser in this terminal."""
-    return platform.system() in {"Windows", "Darwin"} or bool(
-        os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
 
 
 def _run_in_window(server: DrainingServer, listening: socket.socket, url: str) -> None:

@@ -163,7 +163,10 @@ class BoundSession(BoundGraph):
             if base or self._first_session is None:
                 self._run_session()
             else:
-                self._run_first_session(self._first_session, width)
+                first_io = self._first_session.io_binding()
+                self._inputs.bind_without_cache(first_io, {node.name for node in self._first_session.get_inputs()})
+                self._bind_first_outputs(first_io, width)
+                self._first_session.run_with_iobinding(first_io, self._run_options)
         except ORT_ERRORS as error:
             raise run_failure("the model", error) from error
         if self._growing is not None:
@@ -183,13 +186,6 @@ class BoundSession(BoundGraph):
             self.others = self._io.others._replace(waited_s=waited_s)
         else:
             self._session.run_with_iobinding(self._io, self._run_options)
-
-    def _run_first_session(self, session: ort.InferenceSession, width: int) -> None:
-        """Run the graph without cache inputs: the same inputs except the past."""
-        io = session.io_binding()
-        self._inputs.bind_without_cache(io, {node.name for node in session.get_inputs()})
-        self._bind_first_outputs(io, width)
-        session.run_with_iobinding(io, self._run_options)
 
     def _bind_first_outputs(self, io: Any, width: int) -> None:
         """Bind what the graph without cache inputs returns of a pass over `width` tokens."""

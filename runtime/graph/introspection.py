@@ -24,7 +24,6 @@ from .graph_io import (
     HeadInputs,
     InputRole,
     LogitsMode,
-    StateTensor,
     TopOutputs,
     element_kind,
     element_type,
@@ -115,8 +114,17 @@ def introspect(
     windows = _window_biases(inputs)
     window_names = {value.name for value in windows.values()}
     roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
+    if not cache and states:
+        raise BundleError(
+            f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
+            "choose a model with attention in some of its layers",
+        )
     if not cache:
-        raise _without_cache(states, where)
+        raise BundleError(
+            f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
+            "its cache where it cannot be rewound",
+            "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
+        )
     if InputRole.TOKENS not in roles:
         raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
@@ -143,19 +151,6 @@ def introspect(
         states=states,
         state_types=state_types,
         top=_top_outputs(outputs) if is_selected else None,
-    )
-
-
-def _without_cache(states: Sequence[StateTensor], where: str) -> BundleError:
-    if states:
-        return BundleError(
-            f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
-            "choose a model with attention in some of its layers",
-        )
-    return BundleError(
-        f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
-        "its cache where it cannot be rewound",
-        "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
     )
 
 

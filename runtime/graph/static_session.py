@@ -107,23 +107,7 @@ class StaticSession:
         count = tokens.size
         self._tokens[0, :count], self._tokens[0, count:] = tokens, 0
         self._positions[0, :count], self._positions[0, count:] = positions, 0
-        self._fill_masks(slot, positions, visible, earlier)
-        rows = list(wanted)
-        if self._logit_row is not None:
-            self._logit_row[0] = rows[0] if rows else 0
-            rows = [0] * len(rows)
-        io = self._bound_to(buffers, logits)
-        try:
-            self._session.run_with_iobinding(io, self._run_options)
-        except ORT_ERRORS as error:
-            raise run_failure("the model", error) from error
-        buffers.write_new(slot, self._new_slots, count)
-        return self._logits[rows], self._next_ids[rows]
-
-    def _fill_masks(self, slot: int, positions: Ids, visible: npt.NDArray[np.bool_], earlier: Ids) -> None:
-        """Set what every position attends to. Padded positions attend to themselves: without anything to attend to,
-        some devices compute NaN."""
-        count, first = positions.size, slot - earlier.size
+        first = slot - earlier.size
         for window, array in self._masks.items():
             mask = array[0, 0]
             mask.fill(_BLOCKED)
@@ -136,7 +120,19 @@ class StaticSession:
                 near = visible & (positions[:, None] - np.concatenate([earlier, positions]) < window)
             mask[:count, first:slot][near[:, : earlier.size]] = 0
             mask[:count, self.capacity : self.capacity + count][near[:, earlier.size :]] = 0
+            # Padded positions attend to themselves: without anything to attend to, some devices compute NaN.
             np.fill_diagonal(mask[:, self.capacity :], 0)
+        rows = list(wanted)
+        if self._logit_row is not None:
+            self._logit_row[0] = rows[0] if rows else 0
+            rows = [0] * len(rows)
+        io = self._bound_to(buffers, logits)
+        try:
+            self._session.run_with_iobinding(io, self._run_options)
+        except ORT_ERRORS as error:
+            raise run_failure("the model", error) from error
+        buffers.write_new(slot, self._new_slots, count)
+        return self._logits[rows], self._next_ids[rows]
 
     def _bound_to(self, buffers: NumpyBuffers, logits: bool) -> ort.IOBinding:
         """The binding of passes with or without logits, to the tensors of a cache."""
