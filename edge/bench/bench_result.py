@@ -65,9 +65,8 @@ class BenchConditions:
     @property
     def draft_shown(self) -> str:
         """The draft model and its head in words; empty without a draft model."""
-        if not self.draft:
-            return ""
-        return self.draft if self.draft_head is None else f"{self.draft} (head of {self.draft_head} tokens)"
+        head = "" if self.draft_head is None else f" (head of {self.draft_head} tokens)"
+        return f"{self.draft or ''}{head}"
 
 
 @dataclass(frozen=True)

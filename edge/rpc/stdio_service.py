@@ -14,7 +14,7 @@ from msgspec import UNSET
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
 from ...runtime.decode import FinishReason
-from ...runtime.devices.processor import Power, choose_power
+from ...runtime.devices.processor import Power, battery, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Run
@@ -190,12 +190,9 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
 
 def _power_state(power: Power) -> protocol.PowerState:
     """What the operating system says of the battery, and what follows from it."""
-    try:
-        battery = psutil.sensors_battery()
-    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without sensors, a sandbox
-        battery = None
+    found = battery()
     return protocol.PowerState(
-        on_battery=None if battery is None or battery.power_plugged is None else not battery.power_plugged,
-        battery_percent=None if battery is None else float(battery.percent),
+        on_battery=None if found is None or found.power_plugged is None else not found.power_plugged,
+        battery_percent=None if found is None else float(found.percent),
         mode=choose_power(power).value,
     )

@@ -201,7 +201,8 @@ def in_place(name: str, tensor: Tensor) -> tuple[TensorProto, NodeProto | None]:
         if source.widens is not None:
             kept, _ = in_place(f"{name}.stored", source.widens.reshaped(*tensor.shape))
             return kept, helper.make_node("Cast", [kept.name], [name], to=tensor.element_type)
-    return _inline(name, tensor), None
+    data = np.ascontiguousarray(source.read()).tobytes()
+    return TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, raw_data=data), None
 
 
 def to_file(data: WeightFile, on_written: Callable[[int], None] = lambda _: None, kept: str = "") -> Store:
@@ -225,11 +226,6 @@ def to_file(data: WeightFile, on_written: Callable[[int], None] = lambda _: None
         return external_tensor(name, tensor.element_type, tensor.shape, data.name, offset, tensor.nbytes), None
 
     return store
-
-
-def _inline(name: str, tensor: Tensor) -> TensorProto:
-    data = np.ascontiguousarray(tensor.source.read()).tobytes()
-    return TensorProto(name=name, dims=tensor.shape, data_type=tensor.element_type, raw_data=data)
 
 
 def _bytes_of(element_type: int, shape: tuple[int, ...], name: str) -> int:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -247,13 +247,17 @@ def choose_power(wanted: str) -> Power:
     return power
 
 
+def battery() -> Any:
+    """What psutil says of this machine's battery; None where it has none, or the system does not tell."""
+    try:
+        return psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without such a sensor, or a sandbox
+        return None
+
+
 def on_battery() -> bool:
     """Whether this machine runs on its battery now; False where it has none, or the system does not tell."""
-    try:
-        battery = psutil.sensors_battery()
-    except (AttributeError, OSError, RuntimeError, ValueError):  # a system without such a sensor, or a sandbox
-        return False
-    return battery is not None and battery.power_plugged is False
+    return getattr(battery(), "power_plugged", None) is False
 
 
 def saver_threads() -> int:

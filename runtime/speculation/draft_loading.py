@@ -186,12 +186,9 @@ def load_layer_skip_draft(pair: DraftPair, config: SessionConfig, target: DraftT
         raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.bundle.graph}", _HINT)
     _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
     cost = _pass_cost(pair.draft, config, session.bind(session.arena(context)), target)
-
-    def new_model() -> LayerSkipDraft:
-        bound = session.bind(BorrowedArena(own.tensor_types, places, context))
-        return LayerSkipDraft(bound, cost, graph_io.vocab_size, pair.target_ids)
-
-    return new_model
+    return lambda: LayerSkipDraft(
+        session.bind(BorrowedArena(own.tensor_types, places, context)), cost, graph_io.vocab_size, pair.target_ids
+    )
 
 
 def load_head(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], HiddenStateHead]:
