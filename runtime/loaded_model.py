@@ -48,7 +48,6 @@ from .text.detokenizer import AnswerStart
 from .text.messages import ChatPrompt
 from .text.tokenizer import TextTokenizer
 from .tools.answer_format import AnswerFormat
-from .tools.answer_parts import AnswerParts
 
 _CACHES_SHARE: Final = 0.5
 """Share of the free memory, once a model is loaded, that the KV caches of simultaneous answers may take."""
@@ -277,8 +276,6 @@ class LoadedModel:
         """
         start = self.answer_start(options)
         request = self.request(prompt_ids, options, start, chat)
-        start_text = "" if start is None else start.text
-        start_parts = AnswerParts(start_text) if request.reading is None else request.reading.start_parts
 
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
@@ -292,8 +289,8 @@ class LoadedModel:
             sequence,
             cache_bytes=self.cache_bytes(len(request.prompt_ids), options),
             choices=options.n,
-            start_text=start_text,
-            start_parts=start_parts,
+            start_text="" if start is None else start.text,
+            start_parts=None if request.reading is None else request.reading.start_parts,
         )
 
     def replay(

@@ -145,29 +145,18 @@ class _Race:
         )
 
 
-class _OneAtATime:
-    """Work of which only one run goes on at a time."""
-
-    def __init__(self, context: AppContext) -> None:
-        self._context: Final = context
-        self._lock: Final = threading.Lock()
-        self._run: Run[None] | None = None
-
-    def close(self) -> None:
-        """End the run that goes on, and wait for its end."""
-        if (run := self._run) is not None:
-            run.cancellation.cancel()
-            run.join()
-
-
-class SpeedComparisons(_OneAtATime):
+class SpeedComparisons:
     """The comparison that runs, or ran last; only one runs at a time.
 
     Args:
         context: the models and the windows.
     """
 
-    _race: _Race | None = None
+    def __init__(self, context: AppContext) -> None:
+        self._context: Final = context
+        self._lock: Final = threading.Lock()
+        self._race: _Race | None = None
+        self._run: Run[None] | None = None
 
     def current(self) -> dict[str, Any]:
         """The comparison; None before the first one."""
@@ -213,6 +202,12 @@ class SpeedComparisons(_OneAtATime):
             run.cancellation.cancel()
         return self.current()
 
+    def close(self) -> None:
+        """End the comparison, and wait for it."""
+        self.stop()
+        if (run := self._run) is not None:
+            run.join()
+
     def _work(
         self, race: _Race, messages: Sequence[Mapping[str, Any]], options: GenerateOptions, run: Run[None]
     ) -> None:
@@ -248,7 +243,7 @@ class SpeedComparisons(_OneAtATime):
         report(WorkState.STOPPED if state is WorkState.CANCELLED else state, error)
 
 
-class ExactnessChecks(_OneAtATime):
+class ExactnessChecks:
     """Checks whether drafting changes what a model writes on this machine, one model at a time.
 
     Args:
@@ -256,9 +251,11 @@ class ExactnessChecks(_OneAtATime):
     """
 
     def __init__(self, context: AppContext) -> None:
-        super().__init__(context)
+        self._context: Final = context
+        self._lock: Final = threading.Lock()
         self._check: dict[str, Any] = {}
         """The check that runs or ran last, as a JSON object, which is not changed in place."""
+        self._run: Run[None] | None = None
 
     def describe(self) -> dict[str, Any]:
         """The check that runs or ran last, and the last report of each model."""
@@ -303,6 +300,12 @@ class ExactnessChecks(_OneAtATime):
         if (run := self._run) is not None:
             run.cancellation.cancel()
         return self.describe()
+
+    def close(self) -> None:
+        """End the check, and wait for its process."""
+        self.cancel()
+        if (run := self._run) is not None:
+            run.join()
 
     def _work(self, model: str, arguments: Mapping[str, Any], run: Run[None]) -> None:
         def update(stage: str, fraction: float, **changes: Any) -> None:
