@@ -18,6 +18,7 @@ from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
 from ...models.manifest import MANIFEST_NAME, Manifest
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
+from ...runtime.graph.encoder_graph import is_encoder
 from ...runtime.options import model_defaults
 from ...runtime.sampling.sampler import SamplingParams
 from .model_pool import ModelPool
@@ -30,6 +31,7 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
     "cache_bytes_per_token": None,
     "context": None,
     "chats": False,
+    "encoder": False,
     "sampling_defaults": {},
 }
 """What is said of a model whose files cannot be read; loading it says more."""
@@ -126,6 +128,7 @@ def describe_files(bundle: Bundle) -> dict[str, Any]:
         "cache_bytes_per_token": _cache_bytes(bundle.config),
         "context": bundle.context,
         "chats": bundle.file("chat_template.jinja") is not None or bool(template),
+        "encoder": is_encoder(bundle),
         "sampling_defaults": _sampling_defaults(model_defaults(bundle)),
     }
 

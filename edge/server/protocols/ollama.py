@@ -277,7 +277,8 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         entry = pool.offered.find(model)
         known, family = files.describe(entry), described(entry)["details"]["family"]
         info = {"general.architecture": family, f"{family}.context_length": known["context"]}
-        return {**described(entry), "model_info": info, "capabilities": ["completion", *["tools"] * known["chats"]]}
+        capabilities = ["embedding"] if known["encoder"] else ["completion", *["tools"] * known["chats"]]
+        return {**described(entry), "model_info": info, "capabilities": capabilities}
 
     table: list[tuple[str, str, Handler]] = [
         ("GET", "/api/version", version),

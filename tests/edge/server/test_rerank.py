@@ -182,10 +182,11 @@ def test_a_model_is_loaded_with_progress_and_unloaded(folder: Path) -> None:
     assert "edgerun_models_loaded 0.0" in asked(app, "GET", "/metrics").text
 
 
-def test_an_encoder_is_unloaded_as_in_ollama(folder: Path) -> None:
+def test_ollamas_clients_see_and_unload_an_encoder(folder: Path) -> None:
     app = edgerun.server.app(folder / "vectors", threads=1)
     unloading = {"model": "vectors", "keep_alive": 0}
     assert post(app, "/api/generate", **unloading)["done_reason"] == "unload"
+    assert post(app, "/api/show", model="vectors")["capabilities"] == ["embedding"]
     post(app, "/v1/models/load", model="vectors")
     assert "edgerun_models_loaded 1.0" in asked(app, "GET", "/metrics").text  # what it was told before does not hold
     assert post(app, "/api/generate", **unloading)["done_reason"] == "unload"
