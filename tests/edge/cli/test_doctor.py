@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,19 @@ import psutil
 import pytest
 
 from edgerun.edge.cli import doctor as command
-from edgerun.edge.cli.main import main
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import record_export
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure.device_choice import THREAD_CHOICES, ThreadChoice, thread_choice_key
+from edgerun.runtime.measure.device_choice import (
+    THREAD_CHOICES,
+    ThreadChoice,
+    chosen_threads,
+    thread_choice_key,
+)
+from edgerun.runtime.measure.measurement_store import model_key
+from edgerun.runtime.measure.pass_timing import PASS_COSTS
+from edgerun.runtime.speculation.pass_cost import PassCost
 from support.commands import Capture, Patch, json_of, output_of
 from support.forbidden_network import network_can_be_forbidden, without_network
 from support.processes import EDGE_RUN
@@ -59,10 +67,11 @@ def test_it_says_what_is_there_and_what_is_kept(capsys: Capture, cache: Path) ->
 def test_a_model_that_was_measured_needs_no_advice(tiny_bundle: Path, capsys: Capture) -> None:
     record_export(tiny_bundle)
     assert [line.endswith(TUNE) for line in advice(capsys, tiny_bundle.name)] == [True]
-    assert main(["tune", str(tiny_bundle), "--threads", "1", "--prefill", "plain"]) == 0
-    capsys.readouterr()
-    bundle = open_bundle(tiny_bundle)
-    THREAD_CHOICES.save(thread_choice_key(bundle, SessionConfig(cpu_device())), ThreadChoice(1, {1: 0.1, 2: 0.2}))
+    bundle, config = open_bundle(tiny_bundle), SessionConfig(cpu_device())
+    THREAD_CHOICES.save(thread_choice_key(bundle, config), ThreadChoice(1, {1: 0.1, 2: 0.2}))
+    PASS_COSTS.save(
+        model_key(bundle, replace(config, threads=chosen_threads(bundle, config))), PassCost({256: {1: 0.01}})
+    )
     assert advice(capsys, tiny_bundle.name) == []
 
 
