@@ -31,6 +31,7 @@ from ...service.openai_objects import GenerationObjects
 from ..endpoints import RequestService, computing_route, generating_route
 from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, error_object, named_event
 
+NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 _ERROR_TYPES: Final = {"server_error": "api_error"}
 """Types of errors whose name differs from OpenAI's."""
 _CHOICES: Final[Mapping[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}
@@ -153,7 +154,7 @@ class MessagesBody(RequestFields, kw_only=True):
     messages: Annotated[list[AnthropicMessage], about("The conversation.")]
     max_tokens: Annotated[TokenLimit | None, about("Largest number of tokens to generate.")] = None
     system: Annotated[str | list[TextBlock] | None, about("The system message.")] = None
-    stop_sequences: Annotated[list[str] | None, about("Texts before which the answer ends.")] = None
+    stop_sequences: Annotated[list[NonEmpty] | None, about("Texts before which the answer ends.")] = None
     tools: Annotated[list[AnthropicTool] | None, about("Tools that the model may call.")] = None
     tool_choice: Annotated[ToolChoice | None, about("auto, any, none, or a tool by its name.")] = None
     thinking: Annotated[Thinking | None, about("Whether the model thinks, where its chat template says so.")] = None
@@ -232,12 +233,8 @@ class MessageObjects(GenerationObjects):
             events += [*self._close(), *self._write("input_json", _call(call.id, call.name, {}), call.arguments)]
         if chunk.finish_reason is not None and chunk.stats is not None:
             reason = _stop_reason(chunk.finish_reason.value, chunk.stats, called=self._called)
-            used = _usage(chunk.stats)
-            events += [
-                *self._close(),
-                {"type": "message_delta", "delta": reason, "usage": used},
-                {"type": "message_stop"},
-            ]
+            last = {"type": "message_delta", "delta": reason, "usage": _usage(chunk.stats)}
+            events += [*self._close(), last, {"type": "message_stop"}]
         return events
 
     def whole(self, *replies: Reply) -> dict[str, Any]:
@@ -279,10 +276,7 @@ def _call(id_: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stop_reason(reason: str, stats: Stats, *, called: bool) -> dict[str, Any]:
     stopped = "tool_use" if called else "stop_sequence" if stats.stop_sequence else "end_turn"
-    return {
-        "stop_reason": stopped if reason == "stop" else "max_tokens",
-        "stop_sequence": stats.stop_sequence or None,
-    }
+    return {"stop_reason": stopped if reason == "stop" else "max_tokens", "stop_sequence": stats.stop_sequence or None}
 
 
 def _usage(stats: Stats) -> dict[str, Any]:
@@ -300,10 +294,7 @@ def _count(request: GenerationRequest, engine: Engine, _model: str, _cancellatio
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    about, counted = (
-        "The next message of a conversation, in Anthropic's API.",
-        "The number of tokens of a conversation.",
-    )
+    about, counted = "The next message, in Anthropic's API.", "The number of tokens of a conversation."
     return [
         generating_route(service, ANTHROPIC, "/v1/messages", about, parse_messages, MessageObjects),
         computing_route(service, ANTHROPIC, "/v1/messages/count_tokens", counted, parse_messages, _count),

@@ -171,6 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION], "output_config": {"format": {"type": "json_schema", "schema": 5}}},
         "output_config.format.schema is the integer 5",
     ),
+    "a stop": ({"messages": [QUESTION], "stop_sequences": [""]}, "stop_sequences[0] has 0 characters"),
     "an effort": ({"messages": [QUESTION], "output_config": {"effort": 3}}, "output_config.effort is the integer 3"),
     "a temperature": ({"messages": [QUESTION], "temperature": -1}, "temperature"),
 }
