@@ -134,6 +134,8 @@ def write_files(folder: Path) -> None:
     for name, text in {"before.py": "def add(a, b):\n", "after.py": "\n", "other.py": "X = 1\n"}.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "report.txt").write_text("The report says that all is well. " * 20, encoding="utf-8")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "lease.md").write_text("The lease of the house ends in May.", encoding="utf-8")
     (folder / "instructions.txt").write_text("Answer in one line.", encoding="utf-8")
     texts = [
         [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n * n}."}]

@@ -47,6 +47,7 @@ def chat_or_answer(
     my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
     --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?";
     edge-run my-model --tools servers.json
+    edge-run my-model --documents notes -p "When does the lease end?"
     """
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
@@ -70,6 +71,7 @@ def chat_or_answer(
         chosen.conversation,
         latest=chosen.continue_,
         saving=chosen.save,
+        documents=tuple(str(path.expanduser().absolute()) for path in chosen.documents or ()),
         show_stats=chosen.stats,
         tools=configured_servers(chosen.tools) if chosen.tools else (),
     )
@@ -112,6 +114,11 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
     """
     if as_json and chosen.json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
+    if chosen.documents and options.raw:
+        raise InputError("--documents needs the chat template, which --raw leaves out", "leave out one of them")
+    for path in chosen.documents or ():  # before the model is loaded
+        if not path.expanduser().exists():
+            raise InputError(f"--documents is {str(path)!r:.200}, which does not exist", "name a folder or a file")
     if options.logprobs is not None and not (as_json or chosen.json_stream):
         raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     if not chatting:

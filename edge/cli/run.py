@@ -7,7 +7,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ...errors import InputError
 from ...models.progress import ProgressDisplay
@@ -37,6 +37,12 @@ class RunOptions:
         "message, or with --raw before the prompt. Its KV cache is kept on disk, so that the next start does not "
         "read it again.",
         metavar="FILE",
+    )
+    documents: list[Path] | None = option(
+        None,
+        "Answer from a folder of text files, or from one file: the passages that fit the question go into the prompt, "
+        "and the sources are listed under the answer. May be repeated.",
+        metavar="PATH",
     )
     json_schema: Path | None = option(
         None,
@@ -92,6 +98,8 @@ def answer_prompt(
         if raw_prefix:
             with progress:
                 engine.keep_prefix(raw_prefix, options)
+        with progress:
+            text, sources, passages = _with_documents(engine, chosen, text, options, progress)
         chunks = (
             engine.stream(raw_prefix + text, options)
             if chosen.resume is None
@@ -107,11 +115,30 @@ def answer_prompt(
                     written.write(chunk)
         reply = Reply.of(pieces)
         if as_json or chosen.json_stream:
-            write_json(reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted))
+            shown = reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted)
+            if chosen.documents:
+                shown["passages"] = passages
+            write_json(shown)
         elif any(choice.text for choice in reply.choices) or not interrupted():
             written.end()
+            for line in sources:
+                write_error(line)
         _show_statistics(reply, engine, chosen, options, load_s)
     return interrupted()
+
+
+def _with_documents(
+    engine: Engine, chosen: RunOptions, text: str, options: GenerateOptions, progress: ProgressDisplay
+) -> tuple[str, list[str], list[dict[str, Any]]]:
+    """The prompt with passages of the documents before it, a line for each source, and the passages for JSON."""
+    if not chosen.documents:
+        return text, [], []
+    from ..conversations.records import source_lines, with_passages
+    from ..documents.retrieval import find_passages
+
+    found = find_passages(engine, chosen.documents, text, options, progress)
+    described = [{"source": each.source, "line": each.line, "text": each.text} for each in found]
+    return with_passages(text, found), source_lines(found), described
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

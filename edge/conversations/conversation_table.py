@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, cast
 from ...errors import ConversationError, InputError, UnknownIdError
 from .database import ConversationDatabase
 from .records import (
+    MAX_DOCUMENTS,
     MAX_TEXT,
     MAX_TITLE,
     MAX_TOOLS,
@@ -136,7 +137,7 @@ class ConversationTable:
 
         Args:
             **fields: any of `title` (without one, the first message of the user gives it), `folder`, `pinned`,
-                `system`, `sampling`, `model`, `tools`, `allowed_tools`.
+                `system`, `sampling`, `model`, `tools`, `allowed_tools`, `documents`.
         """
         values: dict[str, Any] = {"title": "", "pinned": False, "system": "", "sampling": "{}"}
         values |= checked_fields(fields)
@@ -292,6 +293,13 @@ def _tools(value: Sequence[str], name: str) -> str:
     return as_json(ids, name)
 
 
+def _documents(value: Sequence[str], name: str) -> str:
+    """Paths as JSON text."""
+    paths = list(dict.fromkeys(_text(each, name) for each in value))
+    require_length(len(paths), MAX_DOCUMENTS, name, have="have", unit="folders and files")
+    return as_json(paths, name)
+
+
 _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "title": checked_line,
     "folder": _line_or_none,
@@ -301,6 +309,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "model": _line_or_none,
     "tools": _tools,
     "allowed_tools": _tools,
+    "documents": _documents,
 }
 """Checks of the fields that users set, which return their columns."""
 
@@ -313,6 +322,7 @@ def _conversation(row: tuple[Any, ...]) -> Conversation:
         titled_by_user=bool(stored.titled_by_user),
         pinned=bool(stored.pinned),
         sampling=parsed(row[6], {}),
-        tools=tuple(parsed(row[-2], ())),
-        allowed_tools=tuple(parsed(row[-1], ())),
+        tools=tuple(parsed(row[-3], ())),
+        allowed_tools=tuple(parsed(row[-2], ())),
+        documents=tuple(parsed(row[-1], ())),
     )

@@ -25,11 +25,12 @@ from .records import (
     ChangeKind,
     Conversation,
     MessageState,
+    Passage,
     Role,
     StoredMessage,
     new_id,
+    records_of,
     require_length,
-    rounds_of,
     title_of,
     valid_text,
 )
@@ -175,6 +176,13 @@ class MessageTable(ConversationTable):
         return self.message(message_id)
 
     @writes
+    def set_passages(self, message_id: str, passages: Sequence[Passage]) -> None:
+        """Keep the parts of documents that an answer is given to read."""
+        message = self.live_message(message_id)
+        self.sql("UPDATE message SET passages = ? WHERE id = ?", encoded_records(passages), message_id)
+        self.note(ChangeKind.MESSAGE, message.conversation, message_id)
+
+    @writes
     def select_leaf(self, conversation_id: str, message_id: str) -> Conversation:
         """Show the branch of a message, down to the newest leaf below it."""
         if self.live_message(message_id).conversation != conversation_id:
@@ -267,7 +275,8 @@ def _message(row: Sequence[Any]) -> StoredMessage:
         state=MessageState(stored.state),
         stats=parsed(row[10], None),
         has_tokens=bool(stored.has_tokens),
-        rounds=rounds_of(parsed(row[-1], ())),
+        rounds=records_of(CallRound, parsed(row[-2], ())),
+        passages=records_of(Passage, parsed(row[-1], ())),
     )
 
 
@@ -282,15 +291,20 @@ def checked_content(content: str) -> str:
 
 
 def encoded_rounds(rounds: Sequence[CallRound]) -> str | None:
-    """Rounds of calls as they are stored.
+    """Rounds of calls as they are stored; errors as for `encoded_records`."""
+    return encoded_records(rounds, "the calls of tools and their results")
+
+
+def encoded_records(records: Sequence[CallRound] | Sequence[Passage], what: str = "the passages") -> str | None:
+    """Rounds of calls, or passages, as they are stored.
 
     Raises:
         ConversationError: they are too long.
     """
-    if not rounds:
+    if not records:
         return None
-    text = as_json(msgspec.to_builtins(rounds), "the calls of tools")
-    require_length(len(text), MAX_TEXT, "the calls of tools and their results", have="have")
+    text = as_json(msgspec.to_builtins(records), what)
+    require_length(len(text), MAX_TEXT, what, have="have")
     return text
 
 

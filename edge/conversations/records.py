@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from ...errors import ConversationError
+from ...models.user_text import on_one_line
 
+_Record = TypeVar("_Record")
 NOT_MADE: Final = "error: this call was not made"
 """Result of a call that nobody has decided about, as the model reads it."""
 _OPENING: Final = "<think>\n"
@@ -40,9 +42,12 @@ MAX_TEXT: Final = 4_000_000
 """Most characters of a message, of a system message, or of all attachments of a message together."""
 MAX_ATTACHMENTS: Final = 32
 """Most attachments of one message."""
+MAX_DOCUMENTS: Final = 32
+"""Most folders and files that one conversation is answered from."""
 MAX_TOOLS: Final = 128
 """Most tools of one conversation."""
 _TITLE_LENGTH: Final = 60
+_BEFORE: Final = "Answer from these passages of documents where they help, and name those that you use by number.\n\n"
 _MARKS: Final = "#>*-_` \t"
 """What Markdown begins lines with, and titles do not."""
 
@@ -111,10 +116,10 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [answer, *results]
 
 
-def rounds_of(value: Any) -> tuple[CallRound, ...]:
-    """The rounds of a stored JSON value; none if it is damaged."""
+def records_of(kind: type[_Record], value: Any) -> tuple[_Record, ...]:
+    """The records of a stored JSON value; none if it is damaged."""
     try:
-        return msgspec.convert(value or (), tuple[CallRound, ...])
+        return msgspec.convert(value or (), tuple[kind, ...])  # type: ignore[valid-type]
     except msgspec.ValidationError:
         return ()
 
@@ -141,6 +146,21 @@ def split_reasoning(content: str) -> tuple[str, str]:
     """The reasoning that a kept answer begins with, and the rest of it."""
     found = _WRITTEN.match(content)
     return ("", content) if found is None else (found[1].strip(), content[found.end() :])
+
+
+class Passage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a document, or a whole one, that an answer was given to read."""
+
+    source: Text
+    """The file: the name of the folder, and the path in it."""
+    line: Annotated[int, Meta(ge=1, le=2**53)]
+    """Number of its first line."""
+    text: Text
+
+
+def source_lines(passages: Sequence[Passage]) -> list[str]:
+    """The sources of passages as they are listed under an answer: number, file, and the line where each begins."""
+    return [f"[{number}] {on_one_line(each.source)}:{each.line}" for number, each in enumerate(passages, 1)]
 
 
 class MessageState(StrEnum):
@@ -199,6 +219,8 @@ class Conversation:
     """Tools that its answers may call, by their ids: `server/tool`."""
     allowed_tools: tuple[str, ...] = ()
     """Those of them that are called without asking the user."""
+    documents: tuple[str, ...] = ()
+    """Paths of the folders and files that it is answered from."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +245,8 @@ class StoredMessage:
     """Whether `ConversationStore.tokens` has the tokens of its content."""
     rounds: tuple[CallRound, ...] = ()
     """Calls of tools that an answer made before it wrote its content."""
+    passages: tuple[Passage, ...] = ()
+    """Parts of documents that an answer was given to read, by their numbers from 1; stored with the answer."""
 
 
 @dataclass(frozen=True)
@@ -266,9 +290,24 @@ class Change:
 
 
 def message_text(message: StoredMessage) -> str:
-    """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content."""
+    """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content.
+
+    Passages that were found for a message of the user come before them.
+    """
     parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments]
-    return "\n\n".join([*parts, message.content] if message.content or not parts else parts)
+    text = "\n\n".join([*parts, message.content] if message.content or not parts else parts)
+    return with_passages(text, message.passages) if message.role is Role.USER else text
+
+
+def with_passages(question: str, passages: Sequence[Passage]) -> str:
+    """A question as the model reads it: numbered passages with their sources before it."""
+    return f"{_BEFORE}{passage_entries(passages)}{question}" if passages else question
+
+
+def passage_entries(passages: Sequence[Passage]) -> str:
+    """Passages as the model reads them, each in a fence below its source."""
+    lines = source_lines(passages)
+    return "".join(f"{line}\n{fenced(each.text)}\n\n" for line, each in zip(lines, passages, strict=True))
 
 
 def require_length(

@@ -86,10 +86,14 @@ STEPS: Final[tuple[tuple[str, ...], ...]] = (
         *(f"DROP TRIGGER IF EXISTS message_{what}" for what in ("added", "changed", "removed")),
         "DROP TABLE IF EXISTS unindexed",
     ),
+    (
+        "ALTER TABLE conversation ADD COLUMN documents TEXT",
+        "ALTER TABLE message ADD COLUMN passages TEXT",
+    ),
 )
 """Statements that bring a database from each version to the next; the first step begins with an empty one.
 
-Versions 2 and 3 had a full-text index and a list of the messages that it lacked; the last step removes both.
+Versions 2 and 3 had a full-text index and a list of the messages that it lacked; the fourth step removes both.
 """
 VERSION: Final = len(STEPS)
 """Version of the tables that this program reads and writes."""

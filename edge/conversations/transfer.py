@@ -29,7 +29,14 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import ConversationError
 from .conversation_table import as_json, checked_fields, checked_line
-from .message_table import NO_QUESTION, MessageTable, checked_content, encoded_attachments, encoded_rounds
+from .message_table import (
+    NO_QUESTION,
+    MessageTable,
+    checked_content,
+    encoded_attachments,
+    encoded_records,
+    encoded_rounds,
+)
 from .records import (
     MAX_TITLE,
     Attachment,
@@ -38,6 +45,7 @@ from .records import (
     Conversation,
     Line,
     MessageState,
+    Passage,
     Role,
     StoredMessage,
     Text,
@@ -45,6 +53,7 @@ from .records import (
     message_text,
     new_id,
     require_length,
+    source_lines,
     valid_text,
 )
 
@@ -99,6 +108,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[Any] = []
     """What files may have, and is not kept."""
     rounds: list[CallRound] = []
+    passages: list[Passage] = []
 
 
 class ImportedConversation(msgspec.Struct, forbid_unknown_fields=True):
@@ -137,7 +147,7 @@ def as_json_file(store: MessageTable, ids: Sequence[str]) -> str:
         return {name: value for name, value in fields if name not in left_out and value not in (None, (), {})}
 
     conversations = [
-        exported(store.conversation(conversation_id), "id", "deleted", "allowed_tools")
+        exported(store.conversation(conversation_id), "id", "deleted", "allowed_tools", "documents")
         | {"messages": [exported(each, "conversation", "has_tokens") for each in store.messages(conversation_id)]}
         for conversation_id in ids
     ]
@@ -217,6 +227,7 @@ def _insert_message(store: MessageTable, conversation_id: str, message: _Message
         "error": message.error,
         "stats": None if message.stats is None else as_json(msgspec.to_builtins(message.stats), "stats"),
         "rounds": encoded_rounds([each.undecided() for each in message.rounds]),
+        "passages": encoded_records(message.passages),
     }
     store.insert_row("message", values)
     return str(values["id"])
@@ -235,6 +246,8 @@ def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> 
         parts += [heading, *(_escaped(_shown_round(each)) for each in message.rounds)]
         if message.content or not message.rounds:
             parts.append(_escaped(message_text(message)))
+        if message.passages:
+            parts.append(_escaped(f"Sources: {', '.join(source_lines(message.passages))}"))
     return "\n\n".join(parts) + "\n"
 
 

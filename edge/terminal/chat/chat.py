@@ -24,8 +24,17 @@ from ...conversations.answering import (
     stats_object,
     takes_calls,
 )
-from ...conversations.records import Attachment, Conversation, MessageState, ReasoningText, Role, StoredMessage
+from ...conversations.records import (
+    Attachment,
+    Conversation,
+    MessageState,
+    ReasoningText,
+    Role,
+    StoredMessage,
+    source_lines,
+)
 from ...conversations.store import ConversationStore
+from ...documents.retrieval import read_with_passages
 from ...tools.call_rounds import ToolCaller
 from ...tools.tool_servers import ToolServers
 from ...tools.tool_settings import ToolServer
@@ -58,6 +67,8 @@ class ChatSettings:
     """Id of the stored conversation to go on with."""
     latest: bool = False
     """Whether to go on with the latest conversation."""
+    documents: tuple[str, ...] = ()
+    """Folders and files that answers are found in."""
     saving: bool = True
     """Whether conversations and what is typed are kept."""
     show_stats: bool = False
@@ -113,6 +124,8 @@ class Chat:
             self.conversation = ChatConversation(store, settings.system or "", stored)
             if stored is not None and settings.system is not None:
                 self.conversation.change(system=settings.system)
+        if settings.documents:
+            self.conversation.change(documents=settings.documents)
         self.reader: PlainReader | LineEditor = PlainReader(interrupts)
         """What the user types is read from it."""
 
@@ -322,6 +335,8 @@ class Chat:
             self.interrupts.take()
             answer.writer.finish(answer.state or MessageState.INTERRUPTED, answer.described, error)
         self._report(answer)
+        for line in source_lines(self.store.message(answer.message.id).passages):
+            self.note(line)
 
     def _generate(self, answer: ChatAnswer) -> None:
         """Generate the next text of an answer, and show it.
@@ -335,7 +350,10 @@ class Chat:
         # Without tools, what is stored is what the model writes, because it goes on later.
         parts = {"answer_start": writer.content, "tools": tools, "parse_answer": bool(tools)}
         options = self.options().changed(parts)
-        messages = self.store.branch(answer.message.parent or "")
+        with self.model.progress:
+            messages = read_with_passages(
+                engine, self.store, [answer.message], options, self.model.progress, answer.cancellation
+            )
         if writer.rounds:
             messages.append(replace(answer.message, content="", rounds=writer.rounds))
         fit = self._fit(messages, options)

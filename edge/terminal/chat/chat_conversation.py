@@ -23,7 +23,7 @@ class ChatConversation:
     def __init__(self, store: ConversationStore, system: str = "", conversation: Conversation | None = None) -> None:
         self._store = store
         self._id = None if conversation is None else conversation.id
-        self._new = SimpleNamespace(system=system, sampling={}, title="", tools=())
+        self._new = SimpleNamespace(system=system, sampling={}, title="", tools=(), documents=())
         """Fields of a conversation that is not stored yet."""
 
     @property
@@ -33,11 +33,11 @@ class ChatConversation:
 
     @property
     def fields(self) -> Conversation | SimpleNamespace:
-        """Its `title`, `system`, `sampling` and `tools`, as they are stored or will be."""
+        """Its `title`, `system`, `sampling`, `tools` and `documents`, as they are stored or will be."""
         return self.stored or self._new
 
     def change(self, **fields: Any) -> None:
-        """Set `title`, `system`, `sampling` or `tools`."""
+        """Set `title`, `system`, `sampling`, `tools` or `documents`."""
         if self._id is None:
             vars(self._new).update(fields)
         else:

@@ -18,6 +18,7 @@ from ....runtime.options import GenerateOptions
 from ....runtime.scheduling.request_run import Cancellation
 from ...conversations.answering import takes_calls
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
+from ...documents.document_index import with_index
 from ..output import can_draw, set_clipboard, waiting_shown
 from .chat import Chat
 from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
@@ -242,6 +243,22 @@ class MessageCommands:
         chat.note(
             f"{path.name}: {tokens} tokens, of a context of {chat.model.engine.context}; goes with the next message"
         )
+
+    @command("/documents", "[PATH]", takes_path=True)
+    def _documents(self, argument: str) -> None:
+        """Answer from a folder of text files or from a file too; without PATH, from none."""
+        chat = self._chat
+        paths = list(chat.conversation.fields.documents) if argument else []
+        if argument:
+            path = typed_path(argument).absolute()
+            with chat.model.progress, chat.interrupts.raising():
+                update = with_index(path, lambda index: index.update(chat.model.progress))
+            paths.append(str(path))
+            left_out = "".join(f", {count} {reason}" for reason, count in update.skipped.items())
+            chat.note(f"{path}: {update.documents} documents{left_out}")
+        chat.conversation.change(documents=paths)
+        if not paths:
+            chat.note("answers are not found in documents")
 
     @command("/copy")
     def _copy(self, _argument: str) -> None:

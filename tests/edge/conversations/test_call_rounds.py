@@ -12,7 +12,7 @@ from edgerun.edge.conversations.records import (
     Role,
     StoredCall,
     StoredMessage,
-    rounds_of,
+    records_of,
     split_reasoning,
 )
 
@@ -35,9 +35,9 @@ def test_reasoning_is_written_in_tags_and_rounds_are_read_unless_they_are_damage
     assert ReasoningText().push("all", "at once") == "<think>\nall\n</think>\n\nat once"
     assert split_reasoning("no <think>\nhere</think>") == ("", "no <think>\nhere</think>")
     assert split_reasoning("<think>\nnot finished") == ("not finished", "")
-    assert rounds_of(msgspec.to_builtins([ROUND])) == (ROUND,)
+    assert records_of(CallRound, msgspec.to_builtins([ROUND])) == (ROUND,)
     for damaged in (None, [{}], 3, "rounds", [{"text": "", "calls": [{"id": 1}]}]):
-        assert rounds_of(damaged) == ()
+        assert records_of(CallRound, damaged) == ()
 
 
 def test_models_read_calls_and_results() -> None:

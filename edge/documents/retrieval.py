@@ -1,0 +1,122 @@
+"""What of the documents goes into a prompt: whole ones that fit, or else the best passages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ...models.progress import Progress, silent
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from ...runtime.overflow import answer_reserve
+from ...runtime.prefill import never
+from ...runtime.scheduling.request_run import Cancellation
+from ..conversations.records import Passage, StoredMessage, passage_entries, with_passages
+from ..conversations.store import ConversationStore
+from .document_index import DocumentIndex, with_index
+
+MAX_PASSAGES: Final = 8
+"""Most passages, or whole documents, of a prompt."""
+_CHARACTERS_PER_TOKEN: Final = 8
+"""More than tokens have in any language: longer documents are not tokenized in order to find out whether they fit."""
+_RANK_OFFSET: Final = 60
+_NOTHING: Final = Passage("", 1, "")
+
+
+def find_passages(
+    engine: Engine,
+    paths: Sequence[str | Path],
+    question: str,
+    options: GenerateOptions,
+    progress: Progress = silent,
+    cancelled: Callable[[], bool] = never,
+) -> tuple[Passage, ...]:
+    """Bring the indexes of documents up to date, and choose what answers a question.
+
+    All documents are chosen whole if they are few and fit the context of the model beside the question, the system
+    message and room for the answer. Otherwise the passages that BM25 ranks first are, as many as fit. Rankings of
+    several folders are combined by reciprocal rank fusion.
+
+    Args:
+        engine: the model, whose tokenizer counts.
+        paths: folders and files; none if nothing is to be found.
+        question: what the user asks.
+        options: options of the answer, whose system message and tools take room too.
+        progress: receives the progress of reading.
+        cancelled: returns whether to stop.
+
+    Raises:
+        CancelledError: `cancelled` returned True.
+        InputError: a folder or file does not exist.
+        EdgeError: an index cannot be read or written.
+
+    Source: Cormack, Clarke and Buettcher 2009, Reciprocal Rank Fusion.
+    """
+    if not paths:
+        return ()
+    taken = engine.count_tokens(with_passages(question, [_NOTHING]), options)
+    room = engine.context - answer_reserve(engine.context, options.max_tokens) - taken
+
+    def found(index: DocumentIndex) -> tuple[list[Passage], list[Passage] | None]:
+        index.update(progress, cancelled)
+        whole = index.whole(max(room, 0) * _CHARACTERS_PER_TOKEN, MAX_PASSAGES)
+        return index.search(question, 2 * MAX_PASSAGES), whole
+
+    rankings: list[list[Passage]] = []
+    documents: list[Passage] | None = []
+    for path in paths:
+        ranking, whole = with_index(Path(path), found)
+        rankings.append(ranking)
+        documents = None if documents is None or whole is None else documents + whole
+    if documents and len(documents) <= MAX_PASSAGES and len(fitting(engine, documents, room)) == len(documents):
+        return tuple(documents)
+    return tuple(fitting(engine, fused(rankings), room)[:MAX_PASSAGES])
+
+
+def read_with_passages(
+    engine: Engine,
+    store: ConversationStore,
+    answers: Sequence[StoredMessage],
+    options: GenerateOptions,
+    progress: Progress,
+    cancellation: Cancellation,
+) -> list[StoredMessage]:
+    """The messages up to the one that answers are written to, with the passages that these are given to read.
+
+    Passages that an answer has stay; others are found in the documents of the conversation, and kept with it.
+
+    Raises:
+        EdgeError: as for `find_passages`; or the file of conversations cannot be written.
+    """
+    first = store.message(answers[0].id)
+    conversation, (*before, question) = store.conversation(first.conversation), store.branch(first.parent or "")
+    passages = first.passages
+    if not passages:
+        options = options.changed({"system": conversation.system or None})
+        paths, text = conversation.documents, question.content
+        passages = find_passages(engine, paths, text, options, progress, lambda: cancellation.cancelled)
+    for each in answers if passages != first.passages else ():
+        store.set_passages(each.id, passages)
+    return [*before, replace(question, passages=passages)]
+
+
+def fused(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:
+    """Combine rankings: the score of a passage is the sum of 1 / (60 + rank) over the rankings that have it."""
+    scores: dict[Passage, float] = {}
+    for ranking in rankings:
+        for rank, passage in enumerate(ranking, 1):
+            scores[passage] = scores.get(passage, 0.0) + 1 / (_RANK_OFFSET + rank)
+    return sorted(scores, key=lambda each: -scores[each])
+
+
+def fitting(engine: Engine, passages: Sequence[Passage], room: int) -> list[Passage]:
+    """The passages that fit into a number of tokens, in their order; one that does not is passed over."""
+    chosen = []
+    for passage in passages:
+        tokens = len(engine.tokenizer.encode(passage_entries([passage]), add_special_tokens=False))
+        if tokens <= room:
+            room -= tokens
+            chosen.append(passage)
+    return chosen
