@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ...errors import ContextError
+from ...models.progress import Progress
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve, most_turns, turns_of
 from ...runtime.prefill import INT8_GRAPH
 from ...runtime.result import Chunk, Stats
+from ...runtime.scheduling.request_run import Cancellation
 from ...runtime.text.messages import ChatPrompt
+from ..documents.retrieval import find_passages
 from ..service.token_objects import token_object
 from .records import CallRound, MessageState, Role, StoredMessage, message_text, split_reasoning
 from .store import ConversationStore
@@ -194,6 +197,33 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
             )
     left_out = tuple(message.id for turn in turns[: len(turns) - kept] for message in turn)
     return ContextFit(prompts[kept], tokens, context, max(min(reserve, context - tokens), 0), left_out)
+
+
+def read_with_passages(
+    engine: Engine,
+    store: ConversationStore,
+    answers: Sequence[StoredMessage],
+    options: GenerateOptions,
+    progress: Progress,
+    cancellation: Cancellation,
+) -> list[StoredMessage]:
+    """The messages up to the one that answers are written to, with the passages that these are given to read.
+
+    Passages that an answer has stay; others are found in the documents of the conversation, and kept with it.
+
+    Raises:
+        EdgeError: as for `find_passages`; or the file of conversations cannot be written.
+    """
+    first = store.message(answers[0].id)
+    conversation, (*before, question) = store.conversation(first.conversation), store.branch(first.parent or "")
+    passages = first.passages
+    if not passages:
+        options = options.changed({"system": conversation.system or None})
+        paths, text = conversation.documents, question.content
+        passages = find_passages(engine, paths, text, options, progress, lambda: cancellation.cancelled)
+    for each in answers if passages != first.passages else ():
+        store.set_passages(each.id, passages)
+    return [*before, replace(question, passages=passages)]
 
 
 def takes_calls(engine: Engine) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,9 +11,7 @@ from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import answer_reserve
 from ...runtime.prefill import never
-from ...runtime.scheduling.request_run import Cancellation
-from ..conversations.records import Passage, StoredMessage, passage_entries, with_passages
-from ..conversations.store import ConversationStore
+from ..conversations.records import Passage, passage_entries, with_passages
 from .document_index import DocumentIndex, with_index
 
 MAX_PASSAGES: Final = 8
@@ -73,33 +70,6 @@ def find_passages(
     if documents and len(documents) <= MAX_PASSAGES and len(fitting(engine, documents, room)) == len(documents):
         return tuple(documents)
     return tuple(fitting(engine, fused(rankings), room)[:MAX_PASSAGES])
-
-
-def read_with_passages(
-    engine: Engine,
-    store: ConversationStore,
-    answers: Sequence[StoredMessage],
-    options: GenerateOptions,
-    progress: Progress,
-    cancellation: Cancellation,
-) -> list[StoredMessage]:
-    """The messages up to the one that answers are written to, with the passages that these are given to read.
-
-    Passages that an answer has stay; others are found in the documents of the conversation, and kept with it.
-
-    Raises:
-        EdgeError: as for `find_passages`; or the file of conversations cannot be written.
-    """
-    first = store.message(answers[0].id)
-    conversation, (*before, question) = store.conversation(first.conversation), store.branch(first.parent or "")
-    passages = first.passages
-    if not passages:
-        options = options.changed({"system": conversation.system or None})
-        paths, text = conversation.documents, question.content
-        passages = find_passages(engine, paths, text, options, progress, lambda: cancellation.cancelled)
-    for each in answers if passages != first.passages else ():
-        store.set_passages(each.id, passages)
-    return [*before, replace(question, passages=passages)]
 
 
 def fused(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:

@@ -21,6 +21,7 @@ from ...conversations.answering import (
     fit_context,
     is_small_talk,
     model_messages,
+    read_with_passages,
     stats_object,
     takes_calls,
 )
@@ -34,7 +35,6 @@ from ...conversations.records import (
     source_lines,
 )
 from ...conversations.store import ConversationStore
-from ...documents.retrieval import read_with_passages
 from ...tools.call_rounds import ToolCaller
 from ...tools.tool_servers import ToolServers
 from ...tools.tool_settings import ToolServer
