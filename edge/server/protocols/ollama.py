@@ -220,8 +220,11 @@ class OllamaPullBody(StrictStruct):
     """Body of a download."""
 
     model: Annotated[str, about("Id of a model on the Hugging Face Hub: org/name, org/name:variant.")]
-    stream: Annotated[bool, about("Whether to send the progress; true by default.")] = True
+    stream: Annotated[bool | None, about("Whether to send the progress; true by default.")] = None
     insecure: Annotated[bool | None, about("The hub is always asked over TLS.", False)] = None
+
+    def __post_init__(self) -> None:
+        self.stream = self.stream is not False
 
 
 def _pull(pool: ModelPool, body: OllamaPullBody, run: Run[bytes]) -> Iterator[bytes]:
@@ -272,7 +275,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
             ]
         }
 
-    def show(model: str, verbose: bool = False) -> object:  # noqa: ARG001  all is told
+    def show(model: str, verbose: bool | None = None) -> object:  # noqa: ARG001  all is told
         """What a model is."""
         entry = pool.offered.find(model)
         known, family = files.describe(entry), described(entry)["details"]["family"]

@@ -81,7 +81,7 @@ class LoadBody(StrictStruct):
     """Body of a request to load a model."""
 
     model: Annotated[str, about("Name of the model.")]
-    stream: Annotated[bool, about("Whether to send the progress; false by default.")] = False
+    stream: Annotated[bool | None, about("Whether to send the progress; false by default.")] = None
 
 
 def _load(pool: ModelPool, body: LoadBody, run: Run[bytes]) -> Iterator[bytes]:

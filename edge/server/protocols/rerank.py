@@ -40,7 +40,7 @@ class RerankBody(StrictStruct, kw_only=True):
     documents: Annotated[list[str | Document], about("The texts, or objects with a text.")]
     model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     top_n: Annotated[PositiveInt | None, about("Number of results; all by default.")] = None
-    return_documents: Annotated[bool, about("Whether results have the documents; true by default.")] = True
+    return_documents: Annotated[bool | None, about("Whether results have the documents; true by default.")] = None
     instruction: Annotated[str | None, about("Extension. What makes a document relevant, for a language model.")] = None
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
 
@@ -94,7 +94,7 @@ def _rerank(body: RerankBody, model: AnyModel, name: str, cancellation: Cancella
         {"index": index, "relevance_score": found.scores.item(index)}
         for index in np.argsort(-found.scores, kind="stable")[: body.top_n].tolist()
     ]
-    for result in results if body.return_documents else ():
+    for result in results if body.return_documents is not False else ():
         result["document"] = {"text": texts[result["index"]]}
     yield encode_json({"id": f"rerank-{uuid.uuid4().hex}", "model": name, "results": results, "usage": _usage([found])})
 

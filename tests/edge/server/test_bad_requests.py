@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from edgerun.edge.server.protocols import anthropic, llamacpp, ollama, openai, rerank
+from edgerun.edge.service.body_decoder import decode_body
 from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from support.nightly import examples
@@ -134,7 +135,7 @@ def test_the_server_says_nothing_of_the_contents_of_requests(endless_server: Ser
     assert not [line for line in endless_server.lines if "secret" in line or "colour" in line]
 
 
-ShowBody = msgspec.defstruct("ShowBody", [("model", str), ("verbose", bool, False)])
+ShowBody = msgspec.defstruct("ShowBody", [("model", str), ("verbose", bool | None, None)])
 UnloadBody = msgspec.defstruct("UnloadBody", [("model", str)])
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatBody, chat_body(max_tokens=2)),
@@ -162,6 +163,13 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 def test_every_path_with_a_body_is_tried(tiny_app: Starlette) -> None:
     routes = [route for route in tiny_app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
     assert [route.path for route in routes] == list(BODIES)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_the_same_as_leaving_a_field_out(path: str) -> None:
+    kind, required = BODIES[path]
+    nulls = {field.name: None for field in msgspec.structs.fields(kind) if not field.required}
+    assert decode_body({**nulls, **required}, kind) == decode_body(required, kind)
 
 
 @pytest.mark.parametrize("path", BODIES)
