@@ -113,8 +113,7 @@ class _Race:
         plain, drafted = self.plain.text, self.drafted.text
         differs_at, ended = None, self.state is WorkState.DONE
         if ended and plain != drafted:
-            pairs = zip(plain, drafted, strict=False)
-            differs_at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            differs_at = sum(takewhile(bool, map(str.__eq__, plain, drafted)))
         return {
             "model": self.model,
             "state": self.state,

@@ -63,7 +63,7 @@ class SuffixDrafter(Drafter):
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence: grow if the new one starts with the old one, otherwise start again."""
         known = len(self._token_ids)
-        if len(token_ids) < known or list(token_ids[:known]) != self._token_ids:
+        if list(token_ids[:known]) != self._token_ids:
             self._clear()
             known = 0
         self._grow(token_ids[known:])
