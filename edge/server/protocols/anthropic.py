@@ -65,7 +65,7 @@ class ThinkingBlock(_Block, tag="thinking"):
     """What the model thought."""
 
     thinking: str
-    signature: str = ""
+    signature: str | None = None
 
 
 class ToolUseBlock(_Block, tag="tool_use"):
@@ -81,7 +81,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -99,7 +99,7 @@ class AnthropicMessage(StrictStruct):
         blocks = [TextBlock(text=self.content)] if isinstance(self.content, str) else self.content
         for block in blocks:
             if isinstance(block, ToolResultBlock):
-                yield {"role": "tool", "content": _text(block.content), "tool_call_id": block.tool_use_id}
+                yield {"role": "tool", "content": _text(block.content or ""), "tool_call_id": block.tool_use_id}
         texts = [block for block in blocks if isinstance(block, TextBlock)]
         thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         calls = [
@@ -130,7 +130,7 @@ class ToolChoice(StrictStruct):
 
     type: Literal["auto", "any", "none", "tool"]
     name: str = ""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(StrictStruct):

@@ -12,6 +12,8 @@ import pytest
 from starlette.applications import Starlette
 
 import edgerun
+from edgerun.edge.server.protocols.anthropic import parse_messages
+from edgerun.edge.service.generation_fields import GenerationRequest
 from support.scripted_model import WEATHER, write_calling_bundle
 from support.serving import Served, asked, served
 
@@ -139,6 +141,22 @@ def test_tools_that_must_or_must_not_be_called(client: anthropic.Anthropic) -> N
     none = client.messages.create(**asking, tool_choice={"type": "none"}, extra_body=GREEDY)
     without = client.messages.create(model="bundle", messages=[QUESTION], max_tokens=100, extra_body=GREEDY)
     assert shown(none) == shown(without)
+
+
+def test_null_is_the_same_as_leaving_a_field_out_in_blocks_too() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"type": "thinking", "thinking": "a", "signature": None, "cache_control": None},
+        {"type": "tool_use", "id": "1", "name": "b", "input": {}, "caller": None},
+        {"type": "tool_result", "tool_use_id": "1", "content": None, "is_error": None},
+    ]
+    choice = {"type": "auto", "disable_parallel_tool_use": None}
+
+    def parsed(blocks: list[dict[str, Any]], choice: dict[str, Any]) -> GenerationRequest:
+        said = [QUESTION, {"role": "assistant", "content": blocks[:2]}, {"role": "user", "content": blocks[2:]}]
+        return parse_messages(json.dumps({"messages": said, "tool_choice": choice}).encode())
+
+    without = [{name: value for name, value in each.items() if value is not None} for each in blocks]
+    assert parsed(blocks, choice) == parsed(without, {"type": "auto"})
 
 
 def test_errors_have_anthropics_form(client: anthropic.Anthropic, server: Served) -> None:
