@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -14,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...errors import ContextError
+from ...errors import ContextError, InputError
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
@@ -44,14 +45,20 @@ class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tools: list[str] | UnsetType = UNSET
     allowed_tools: list[str] | UnsetType = UNSET
     """Those of them that are called without asking."""
+    documents: list[str] | UnsetType = UNSET
+    """Folders and files of this machine that its answers come from."""
 
     def given(self) -> dict[str, Any]:
         """The fields that have a value.
 
         Raises:
-            InputError: an option of the sampling is unknown, or its value is not valid.
+            InputError: an option of the sampling is unknown, or its value is not valid; or documents do not exist.
         """
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+        if missing := [path for path in fields.get("documents", ()) if not Path(path).expanduser().exists()]:
+            raise InputError(f"{missing[0]!r:.300} does not exist", "give the path of a folder or file")
+        if "documents" in fields:
+            fields["documents"] = [str(Path(path).expanduser().resolve()) for path in fields["documents"]]
         return fields | ({"sampling": checked_sampling(fields["sampling"])} if "sampling" in fields else {})
 
 

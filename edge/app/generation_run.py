@@ -17,7 +17,14 @@ from ...runtime.options import GenerateOptions
 from ...runtime.result import Stats
 from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
-from ..conversations.answering import END_STATES, fit_context, is_small_talk, stats_object, takes_calls
+from ..conversations.answering import (
+    END_STATES,
+    fit_context,
+    is_small_talk,
+    read_with_passages,
+    stats_object,
+    takes_calls,
+)
 from ..conversations.records import MessageState, StoredMessage
 from ..tools.call_rounds import ToolCaller
 from ..tools.mcp_connection import ServerTool
@@ -161,7 +168,8 @@ class GenerationRun:
             return
         conversation = self._context.store.conversation(first.conversation)
         options = self._options(conversation.sampling, engine, generations)
-        messages = self._context.store.branch(self._question.id)
+        asked = [each.message for each in generations]
+        messages = read_with_passages(engine, self._context.store, asked, options, self._progress, cancellation)
         if rounds:
             messages.append(replace(first.message, content="", rounds=rounds))
         fit = fit_context(engine, conversation.system, messages, options)

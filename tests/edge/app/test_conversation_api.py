@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -47,7 +48,16 @@ def test_fields_of_a_conversation(page: Window) -> None:
     page.wait(lambda: page.of("conversation")[-1]["conversation"] == changed["conversation"], "the window is told")
     assert "work" in ask(client, "/api/state")["folders"]
     assert change(client, path, folder=None)["conversation"]["folder"] is None
-    for wrong in ({"sampling": {"temperature": -1}}, {"sampling": {"colour": 1}}, {"title": 5}, {"leaf": "none"}):
+    assert change(client, path, documents=[str(Path(__file__))])["conversation"]["documents"] == [
+        str(Path(__file__).resolve())
+    ]
+    for wrong in (
+        {"documents": ["/none"]},
+        {"sampling": {"temperature": -1}},
+        {"sampling": {"colour": 1}},
+        {"title": 5},
+        {"leaf": "none"},
+    ):
         assert "\n" not in change(client, path, 400, **wrong)["error"]["message"]
 
 

@@ -136,6 +136,7 @@ function SettingsForm({ conversation, onClose }) {
   const [system, setSystem] = useState(before.system ?? "");
   const [texts, setTexts] = useState(() => textsOf(before.sampling ?? {}));
   const [tools, setTools] = useState({ chosen: before.tools ?? [], allowed: before.allowed_tools ?? [] });
+  const [documents, setDocuments] = useState((before.documents ?? []).join("\n"));
   const wrong = FIELDS.some((field) => faultOf(field, texts[field.name]));
   const defaults = model?.sampling_defaults ?? {};
   const save = async (event) => {
@@ -145,6 +146,7 @@ function SettingsForm({ conversation, onClose }) {
       return;
     }
     const changes = { folder: folder.trim() || null, system, sampling: samplingOf(texts), tools: tools.chosen };
+    changes.documents = documents.split("\n").map((path) => path.trim()).filter((path) => path);
     if (id !== null) changes.allowed_tools = tools.allowed;
     if (title.trim() !== (before.title ?? "")) changes.title = title.trim();
     const saved = await attempt(async () => {
@@ -173,6 +175,11 @@ function SettingsForm({ conversation, onClose }) {
       <label class="field"
         ><span>${strings.conversation.system}</span>
         <textarea rows="5" value=${system} placeholder=${strings.conversation.systemHint} onInput=${(event) => setSystem(event.target.value)}></textarea>
+      </label>
+      <label class="field"
+        ><span>${strings.conversation.documents}</span>
+        <textarea rows="2" spellcheck="false" value=${documents} onInput=${(event) => setDocuments(event.target.value)}></textarea>
+        <small class="quiet">${strings.conversation.documentsHint}</small>
       </label>
       <fieldset>
         <legend>${strings.conversation.sampling}</legend>

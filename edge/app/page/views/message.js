@@ -22,6 +22,7 @@ import {
 import { strings } from "../strings.js";
 import { CallList, awaitsDecision, hasOpenCalls } from "./calls.js";
 import { CopyButton, IconButton, Menu, copyText } from "./dialogs.js";
+import { Passages } from "./passages.js";
 import { TokenView } from "./tokens.js";
 
 const FOLDED_FROM = 4000;
@@ -314,6 +315,7 @@ export const Message = memo(function Message({ conversation, id, siblings, near,
         : inspecting
           ? html`<${TokenView} message=${message} onBranch=${branch} />`
           : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${bundled} near=${near && loaded} />`}
+    ${message.passages?.length > 0 && html`<${Passages} passages=${message.passages} />`}
     ${bundled && message.stats?.small_talk && html`<p class="quiet">${strings.message.smallTalk} <a href="#/models">${strings.welcome.getModel}</a></p>`}
     ${message.stats?.tools_ignored && html`<p class="quiet">${strings.message.toolsIgnored}</p>`}
     ${writing && !message.content && !awaitsDecision(message) && html`<${Progress} id=${id} />`}
