@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -15,10 +14,11 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...errors import ContextError, InputError
+from ...errors import ContextError
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
+from ..documents.retrieval import document_paths
 from ..server.json_endpoint import JsonRoute
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
@@ -55,10 +55,8 @@ class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             InputError: an option of the sampling is unknown, or its value is not valid; or documents do not exist.
         """
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
-        if missing := [path for path in fields.get("documents", ()) if not Path(path).expanduser().exists()]:
-            raise InputError(f"{missing[0]!r:.300} does not exist", "give the path of a folder or file")
         if "documents" in fields:
-            fields["documents"] = [str(Path(path).expanduser().resolve()) for path in fields["documents"]]
+            fields["documents"] = document_paths(fields["documents"])
         return fields | ({"sampling": checked_sampling(fields["sampling"])} if "sampling" in fields else {})
 
 

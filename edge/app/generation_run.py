@@ -170,6 +170,8 @@ class GenerationRun:
         options = self._options(conversation.sampling, engine, generations)
         asked = [each.message for each in generations]
         messages = read_with_passages(engine, self._context.store, asked, options, self._progress, cancellation)
+        for each in generations:
+            each.message = replace(each.message, passages=messages[-1].passages)
         if rounds:
             messages.append(replace(first.message, content="", rounds=rounds))
         fit = fit_context(engine, conversation.system, messages, options)

@@ -55,6 +55,7 @@ def chat_or_answer(
     chosen, options, load, raw_prefix = _read_options(given, as_json=as_json, chatting=chatting)
     if not chatting:
         return INTERRUPTED if answer_prompt(model, chosen, options, load, raw_prefix, as_json=as_json) else 0
+    from ..documents.retrieval import document_paths
     from ..terminal.chat.opening import ChatSettings, open_chat
     from ..tools.tool_settings import configured_servers
 
@@ -71,7 +72,7 @@ def chat_or_answer(
         chosen.conversation,
         latest=chosen.continue_,
         saving=chosen.save,
-        documents=tuple(str(path.expanduser().absolute()) for path in chosen.documents or ()),
+        documents=document_paths(chosen.documents or ()),
         show_stats=chosen.stats,
         tools=configured_servers(chosen.tools) if chosen.tools else (),
     )
@@ -112,13 +113,13 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
     Raises:
         InputError: they do not.
     """
+    from ..documents.retrieval import document_paths
+
     if as_json and chosen.json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
     if chosen.documents and options.raw:
         raise InputError("--documents needs the chat template, which --raw leaves out", "leave out one of them")
-    for path in chosen.documents or ():  # before the model is loaded
-        if not path.expanduser().exists():
-            raise InputError(f"--documents is {str(path)!r:.200}, which does not exist", "name a folder or a file")
+    document_paths(chosen.documents or ())  # before the model is loaded
     if options.logprobs is not None and not (as_json or chosen.json_stream):
         raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     if not chatting:

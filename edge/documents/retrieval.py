@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ...errors import InputError
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
@@ -70,6 +72,19 @@ def find_passages(
     if documents and len(documents) <= MAX_PASSAGES and len(fitting(engine, documents, room)) == len(documents):
         return tuple(documents)
     return tuple(fitting(engine, fused(rankings), room)[:MAX_PASSAGES])
+
+
+def document_paths(given: Sequence[str | Path]) -> tuple[str, ...]:
+    """The absolute paths of folders and files that a user has named, perhaps from their home folder.
+
+    Raises:
+        InputError: one does not exist.
+    """
+    # Unlike Path.expanduser, this does not raise for an unknown user.
+    paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in given)
+    if missing := [str(name) for name, path in zip(given, paths, strict=True) if not os.path.exists(path)]:
+        raise InputError(f"the documents {missing[0]!r:.300} do not exist", "name a folder or a file")
+    return paths
 
 
 def fused(rankings: Sequence[Sequence[Passage]]) -> list[Passage]:

@@ -36,7 +36,7 @@ class CallingAnswer(ABC):
     def __init__(
         self, store: ConversationStore, message: StoredMessage, tokens: Sequence[Mapping[str, Any]] | None
     ) -> None:
-        self.message: Final = message
+        self.message = message
         self.conversation: Final = message.conversation
         self.cancellation: Final = Cancellation()
         self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)

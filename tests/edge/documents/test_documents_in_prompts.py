@@ -80,7 +80,8 @@ def test_documents_that_fit_go_in_whole_and_several_are_given(
 def test_what_cannot_be_used_is_one_clear_line(long_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
     missing = tmp_path / "missing"
     error = fails(capsys, long_bundle, "-p", "in", "--documents", missing)
-    assert error == f"--documents is '{missing}', which does not exist; name a folder or a file"
+    assert error == f"the documents '{missing}' do not exist; name a folder or a file"
+    assert "'~nosuchuser/x' do not exist" in fails(capsys, "--documents", "~nosuchuser/x", "-p", "hi")
     error = fails(capsys, long_bundle, "-p", "in", "--raw", "--documents", tmp_path)
     assert error == "--documents needs the chat template, which --raw leaves out; leave out one of them"
 
