@@ -115,8 +115,9 @@ class InfillTokens:
         before, after = self._texts(prefix, suffix, None if room is None else max(room - len(begin) - 3, 0))
         parts = [[self.prefix, *before], [self.suffix, *after]]
         if self.suffix_first if suffix_first is None else suffix_first:
-            parts.reverse()
-        if self.middle is not None:
+            # Where a token stands before the middle, the prefix follows it, as in training data (Bavarian et al., SPM).
+            parts = [parts[1], parts[0]] if self.middle is None else [[self.prefix, *parts[1]], [self.middle, *before]]
+        elif self.middle is not None:
             parts.append([self.middle])
         left = math.inf if room is None else room - len(begin) - sum(map(len, parts))
         return [*begin, *self._files(extra, document, left), *chain.from_iterable(parts)]

@@ -72,7 +72,7 @@ def test_a_suffix_does_not_begin_with_the_dummy_prefix_of_a_text(tmp_path: Path,
 
 def test_the_suffix_comes_first_where_it_is_wanted(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, QWEN)
-    written = f"<|fim_suffix|>{SUFFIX}<|fim_prefix|>{PREFIX}<|fim_middle|>"
+    written = f"<|fim_prefix|><|fim_suffix|>{SUFFIX}<|fim_middle|>{PREFIX}"
     ids = InfillTokens.of(tokenizer).prompt_ids(PREFIX, SUFFIX, suffix_first=True)
     assert ids == tokenizer.encode(written, add_special_tokens=True)
 
