@@ -21,6 +21,7 @@ from ...models.user_text import format_bytes
 from ...runtime.devices.chip import chip_features
 from ...runtime.devices.processor import Power, choose_power, default_threads
 from ...runtime.devices.providers import available_devices, cpu_device
+from ...runtime.graph.encoder_graph import is_encoder
 from ...runtime.graph.packed_files import lacks_prepacked
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.device_choice import THREAD_CHOICES, chosen_threads, thread_candidates, thread_choice_key
@@ -118,9 +119,12 @@ def _model_advice(bundle: Bundle) -> Iterator[str]:
     if weights + context * each > total:
         fitting = max(int((_MEMORY_SHARE * total - weights) / max(each, 1)), 0)
         needed = f"{format_bytes(weights)}, and {format_bytes(context * each)} with a full context of {context} tokens"
-        yield f"it takes {needed}: --context {fitting} fits, and --kv int8 takes a quarter for each token"
+        fits = f"--context {fitting} fits, and --kv int8 takes a quarter for each token"
+        yield f"it takes {needed}: {fits if fitting else 'this machine has too little memory for it'}"
     if lacks_prepacked(bundle):
         yield "its weights are not packed for this machine yet, so that its first load takes longer"
+    if is_encoder(bundle):
+        return
     config = SessionConfig(cpu_device())
     key = model_key(bundle, replace(config, threads=chosen_threads(bundle, config)))
     is_chosen = len(thread_candidates()) == 1 or THREAD_CHOICES.load(thread_choice_key(bundle, config)) is not None

@@ -27,7 +27,8 @@ from edgerun.runtime.measure.device_choice import (
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.pass_timing import PASS_COSTS
 from edgerun.runtime.speculation.pass_cost import PassCost
-from support.commands import Capture, Patch, json_of, output_of
+from support.commands import Capture, Patch, fails, json_of, output_of
+from support.encoders import write_encoder
 from support.forbidden_network import network_can_be_forbidden, without_network
 from support.processes import EDGE_RUN
 from support.tiny_models import write_json
@@ -76,7 +77,7 @@ def test_a_model_that_was_measured_needs_no_advice(tiny_bundle: Path, capsys: Ca
 
 
 def test_a_context_that_does_not_fit_the_memory_and_a_damaged_model_are_named(
-    tiny_bundle: Path, tmp_path: Path, capsys: Capture
+    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     long, damaged = (Path(shutil.copytree(tiny_bundle, tmp_path / name)) for name in ("long", "damaged"))
     manifest = json.loads((long / "edge.json").read_text(encoding="utf-8"))
@@ -87,8 +88,20 @@ def test_a_context_that_does_not_fit_the_memory_and_a_damaged_model_are_named(
     record_export(damaged)
     (fits,) = advice(capsys, "--context")
     assert fits.startswith("long: it takes ")
+    memory = SimpleNamespace(total=1, available=1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert advice(capsys, "--context") == []
+    assert any(line.startswith("long: it takes ") for line in advice(capsys, "too little memory"))
     (unreadable,) = advice(capsys, "damaged")
     assert unreadable.startswith("damaged: cannot be read: ")
+
+
+def test_an_encoder_is_not_to_be_tuned(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+    encoder = write_encoder(tmp_path)
+    assert "is an encoder" in fails(capsys, "tune", encoder)
+    model = {"id": "org/encoder", "variant": "", "bytes": 1, "unfinished": False, "path": str(encoder)}
+    monkeypatch.setattr(command, "described_models", lambda: {"folder": str(tmp_path), "models": [model]})
+    assert advice(capsys, "org/encoder") == []
 
 
 def test_what_a_battery_means_is_said(monkeypatch: Patch, capsys: Capture) -> None:
