@@ -100,8 +100,10 @@ def run_command(given: list[str]) -> int:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if given and given[0] in ALIASES:
         command, *option = ALIASES[given[0]]
-        # An option of `rm`, such as --help, is not what is to be removed.
-        given = [command, *([] if given[1:2] and given[1].startswith("-") else option), *given[1:]]
+        words = given[1:]
+        # What is to be removed may stand behind options of `rm`.
+        at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+        given = [command, *words[:at], *([] if {"-h", "--help"} & set(words) else option), *words[at:]]
     if not given or (given[0] not in COMMANDS and given[0] not in _GLOBAL_OPTIONS):
         given = [_DEFAULT_COMMAND, *given]
     try:

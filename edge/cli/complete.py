@@ -65,16 +65,17 @@ def complete(
     --suffix-file after.py < before.py
     """
     chosen, load = _COMPLETE.record(given), _LOAD.record(given)
-    if chosen.prefix_file == chosen.suffix_file:
-        raise InputError(f"--prefix-file and --suffix-file are both {chosen.prefix_file}", "give two files")
+    files = [chosen.prefix_file, chosen.suffix_file, *(chosen.extra_file or ())]
+    if twice := next((path for path in files if path is not None and files.count(path) > 1), None):
+        raise InputError(f"{twice} is given twice", "give each text once")
     prefix, suffix = ("" if path is None else _text(path) for path in (chosen.prefix_file, chosen.suffix_file))
     options = _ANSWER.record(
         given,
         suffix=suffix,
-        extra=[{"filename": path.name, "text": _text(path)} for path in chosen.extra_file or ()],
+        extra=[{"filename": _name(path), "text": _text(path)} for path in chosen.extra_file or ()],
         n=chosen.choices,
         branch=chosen.choices > 1,
-        document=chosen.prefix_file.name,
+        document=_name(chosen.prefix_file),
     )
     shown = _SHOWN.record(given, prompt=prefix)
     return INTERRUPTED if answer_prompt(model, shown, options, load, "", as_json=as_json) else 0
@@ -82,3 +83,8 @@ def complete(
 
 def _text(path: Path) -> str:
     return read_standard_input() if path == _STANDARD_INPUT else read_text(path, blank=True)
+
+
+def _name(path: Path) -> str:
+    """What the model is told that a file is called; nothing of standard input."""
+    return "" if path == _STANDARD_INPUT else path.name

@@ -153,6 +153,8 @@ def test_commands_have_the_names_of_other_programs(tiny_bundle: Path, capsys: Ca
     assert output_of(capsys, "list") == output_of(capsys, "ls") == listed
     assert output_of(capsys, "show", tiny_bundle) == output_of(capsys, "inspect", tiny_bundle)
     assert fails(capsys, "rm", "org/name") == fails(capsys, "models", "--remove", "org/name")
+    assert fails(capsys, "rm", "--json", "org/name") == fails(capsys, "models", "--remove", "org/name")
+    assert "requires an argument" in fails(capsys, "rm", "--json")
     assert fails(capsys, "rm").endswith("requires an argument; see edge-run models --help")
     assert output_of(capsys, "rm", "--help") == output_of(capsys, "models", "--help")
 

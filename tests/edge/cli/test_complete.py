@@ -64,9 +64,21 @@ def test_a_text_of_standard_input_keeps_its_line_ends(
     assert json_of(capsys, "complete", bundle, *files, "-n", 3, "--json")["usage"]["prompt_tokens"] > len(AFTER) // 4
 
 
+def test_the_model_is_told_no_name_of_standard_input(
+    bundle: Path, folder: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    standard_input(monkeypatch, BEFORE.encode())
+    found = json_of(capsys, "complete", bundle, "--extra-file", folder / "after.txt", "-n", 1, "--json")
+    with edgerun.load(bundle) as engine:
+        extra = [{"filename": "after.txt", "text": AFTER}]
+        expected = engine.count_tokens(BEFORE, edgerun.GenerateOptions(suffix="", extra=extra))
+    assert found["usage"]["prompt_tokens"] == expected
+
+
 def test_what_is_wrong_is_said_in_one_line(tiny_bundle: Path, bundle: Path, folder: Path, capsys: Capture) -> None:
     before = ["--prefix-file", folder / "before.txt"]
     assert "the model has no tokens for filling in the middle" in fails(capsys, "complete", tiny_bundle, *before)
-    assert "are both -; give two files" in fails(capsys, "complete", bundle, "--suffix-file", "-")
+    for option in ("--suffix-file", "--extra-file"):
+        assert "- is given twice; give each text once" in fails(capsys, "complete", bundle, option, "-")
     assert "missing.txt cannot be read" in fails(capsys, "complete", bundle, "--prefix-file", folder / "missing.txt")
     assert "least_confidence is 2.0" in fails(capsys, "complete", bundle, *before, "--least-confidence", 2)
