@@ -97,10 +97,8 @@ def introspect(
     Raises:
         BundleError: the graph is not a decoder that edge-run can run; names the input or output that shows it.
     """
-    # The inputs that only a draft head has.
-    of_head = {value.name: value for value in inputs if value.name in {DRAFT_FEATURES, _DRAFT_STATES}}
-    head_names = of_head.keys() if metadata.draft_head and len(of_head) == 2 else set[str]()
-    head = HeadInputs(of_head[DRAFT_FEATURES], of_head[_DRAFT_STATES]) if head_names else None
+    head = _head_inputs(inputs) if metadata.draft_head else None
+    head_names = set() if head is None else {head.features.name, head.states.name}
     reject_inputs([value for value in inputs if value.name not in head_names], where)
     states, state_types = find_states(inputs, outputs, where, _decoder_section(metadata.genai))
     state_inputs = {tensor.past for tensor in states}
@@ -250,6 +248,13 @@ def _logits(
         given = ", ".join(value.name for value in others) or "nothing"
         raise unsupported(f"{where} has no output for logits of 2 or 3 dimensions; beside its cache it gives {given}")
     return candidates[0]
+
+
+def _head_inputs(inputs: Sequence[GraphValue]) -> HeadInputs | None:
+    """The inputs that only a draft head has; None if one is missing."""
+    by_name = {value.name: value for value in inputs}
+    features, states = by_name.get(DRAFT_FEATURES), by_name.get(_DRAFT_STATES)
+    return None if features is None or states is None else HeadInputs(features, states)
 
 
 def _float_output(outputs: Sequence[GraphValue], names: Sequence[str], rank: int) -> GraphValue | None:
