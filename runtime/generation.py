@@ -189,7 +189,7 @@ class Generation:
 
     def _text_of(self, step: Step, decoder: StreamDecoder, matcher: StopMatcher, tokens: AnswerTokens | None) -> str:
         """The text that a step adds; tokens after the end of the answer's text do not belong to it, nor count."""
-        produced, text = step.produced, ""
+        produced, text, count = step.produced, "", 0
         totals = self._recorder.logprob_totals
         for count, token in enumerate(step.tokens, 1):
             totals = totals.plus(each.logprob for each in step.logprobs[count - 1 : count])
@@ -205,9 +205,7 @@ class Generation:
                 break
         self._recorder.completion_tokens += produced
         self._recorder.text_tokens += min(produced, len(step.tokens))
-        if step.logprobs:
-            seen = (each.logprob for each in step.logprobs[:produced])
-            self._recorder.logprob_totals = self._recorder.logprob_totals.plus(seen)
+        self._recorder.logprob_totals = totals.plus(each.logprob for each in step.logprobs[count:produced])
         return text
 
     def close(self) -> None:

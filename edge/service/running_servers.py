@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any, Final
 from urllib.error import HTTPError
 
@@ -80,5 +81,8 @@ def ask(url: str, body: Mapping[str, Any] | None = None, key: str | None = None)
     request = urllib.request.Request(url, data, headers)  # noqa: S310  what this user's own processes have written
     # Proxies that the environment names are for other hosts.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_ANSWER_S) as response:
-        return json.loads(response.read(8 << 20))
+    try:
+        with opener.open(request, timeout=_ANSWER_S) as response:
+            return json.loads(response.read(8 << 20))
+    except HTTPException as error:
+        raise ValueError(f"it does not speak HTTP: {error!r:.100}") from error

@@ -24,6 +24,7 @@ from .graph_io import (
     HeadInputs,
     InputRole,
     LogitsMode,
+    StateTensor,
     TopOutputs,
     element_kind,
     element_type,
@@ -114,17 +115,7 @@ def introspect(
     windows = _window_biases(inputs)
     window_names = {value.name for value in windows.values()}
     roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
-    if not cache and states:
-        raise BundleError(
-            f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
-            "choose a model with attention in some of its layers",
-        )
-    if not cache:
-        raise BundleError(
-            f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
-            "its cache where it cannot be rewound",
-            "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
-        )
+    _check_cache(cache, states, where)
     if InputRole.TOKENS not in roles:
         raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
@@ -234,6 +225,25 @@ def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
                     f"{where} takes exactly {tokens} per pass ({value.name}), as models for an NPU do",
                     "choose a variant of the model for the CPU",
                 )
+
+
+def _check_cache(cache: Sequence[CacheTensor], states: Sequence[StateTensor], where: str) -> None:
+    """Check that a graph keeps keys and values.
+
+    Raises:
+        BundleError: it keeps states alone, or nothing.
+    """
+    if not cache and states:
+        raise BundleError(
+            f"{where} keeps states alone ({states[0].past}), no keys and values: no layer has attention",
+            "choose a model with attention in some of its layers",
+        )
+    if not cache:
+        raise BundleError(
+            f"{where} has no key/value cache among its inputs: it processes the whole text for every token, or keeps "
+            "its cache where it cannot be rewound",
+            "export it with a cache (Optimum's task text-generation-with-past), or choose another variant of it",
+        )
 
 
 def _logits(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the serve extra")
 
 from edgerun.edge.cli.main import main
-from edgerun.edge.service.running_servers import running_servers
+from edgerun.edge.service.running_servers import announced, running_servers
 from support.app_server import running_app
 from support.commands import Capture, Patch, fails, json_of, output_of
 from support.serving import CHAT, chat_body, served
@@ -97,6 +99,22 @@ def test_what_a_killed_server_left_is_ignored_and_removed(tiny_bundle: Path, hom
         assert not file.exists()
     file.write_text("{", encoding="utf-8")
     assert output_of(capsys, "ps").startswith("no server runs")
+
+
+def test_what_does_not_speak_http_is_said_in_one_line(capsys: Capture) -> None:
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"220 mail.example.com\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer, args=(listening,))
+        thread.start()
+        with announced(f"http://127.0.0.1:{listening.getsockname()[1]}"):
+            (found,) = json_of(capsys, "ps", "--json")["servers"]
+        thread.join()
+    assert found["problem"].startswith("it does not answer: it does not speak HTTP: BadStatusLine(")
 
 
 def test_a_server_whose_home_cannot_be_written_works(tiny_bundle: Path, tmp_path: Path) -> None:
