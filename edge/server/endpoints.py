@@ -24,7 +24,7 @@ from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import ErrorCode, RequestError, describe
 from .http_messages import error_response, next_events, read_body, watching_client
-from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json
+from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json, protocol_of
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
@@ -110,7 +110,6 @@ class Endpoint:
 
     Args:
         service: the state of the server.
-        protocol: the API that the path belongs to.
         about: what the endpoint does, for the list of paths.
         parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
         compute: answers what `parse` returned.
@@ -121,7 +120,6 @@ class Endpoint:
     def __init__(
         self,
         service: RequestService,
-        protocol: Protocol,
         about: str,
         parse: Callable[[bytes], Any],
         compute: Compute,
@@ -131,7 +129,6 @@ class Endpoint:
     ) -> None:
         self.__doc__ = about
         self._service: Final = service
-        self._protocol: Final = protocol
         self._parse: Final = parse
         self._compute: Final = compute
         self._loads: Final = loads
@@ -205,17 +202,17 @@ class Endpoint:
         streams: bool,
     ) -> None:
         """Send the response of a run: as events while they come, or whole."""
-        begun, last = False, b""
+        begun, last, protocol = False, b"", protocol_of(scope)
         try:
             async with asyncio.timeout(self._service.settings.request_timeout_s):
                 taken = await pieces.take()
                 if streams:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self._protocol.headers})
+                    await send({"type": "http.response.start", "status": 200, "headers": protocol.headers})
                 while taken:
                     if streams:
                         await send({"type": "http.response.body", "body": b"".join(taken), "more_body": True})
-                        taken = await next_events(pieces, self._service.settings.silence_s, self._protocol.silence)
+                        taken = await next_events(pieces, self._service.settings.silence_s, protocol.silence)
                     else:
                         last += b"".join(taken)
                         taken = await pieces.take()
@@ -227,7 +224,7 @@ class Endpoint:
             if not begun:
                 await error_response(shown, scope)(scope, receive, send)
                 return
-            last = self._protocol.encode(self._protocol.error(shown))
+            last = protocol.encode(protocol.error(shown))
         if not begun:
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(last))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -250,22 +247,6 @@ class Endpoint:
         return None
 
 
-def computing_route(
-    service: RequestService,
-    protocol: Protocol,
-    path: str,
-    about: str,
-    parse: Callable[[bytes], Any],
-    compute: Compute,
-    *,
-    loads: bool = True,
-    encoders: bool = False,
-) -> ProtocolRoute:
-    """A path that computes; arguments as for `Endpoint`."""
-    endpoint = Endpoint(service, protocol, about, parse, compute, loads=loads, encoders=encoders)
-    return ProtocolRoute(protocol, "POST", path, endpoint)
-
-
 def generating_route(
     service: RequestService,
     protocol: Protocol,
@@ -276,7 +257,7 @@ def generating_route(
 ) -> ProtocolRoute:
     """A path that generates text, whose responses have objects of `kind`; other arguments as for `Endpoint`."""
     compute = partial(_generate, service.metrics, protocol, kind)
-    return computing_route(service, protocol, path, about, parse, compute)
+    return ProtocolRoute(protocol, "POST", path, Endpoint(service, about, parse, compute))
 
 
 def _generate(

@@ -28,7 +28,7 @@ from ...service.message_fields import (
     tool_mappings,
 )
 from ...service.openai_objects import GenerationObjects
-from ..endpoints import RequestService, computing_route, generating_route
+from ..endpoints import Endpoint, RequestService, generating_route
 from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, error_object, named_event
 
 NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
@@ -297,5 +297,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     about, counted = "The next message, in Anthropic's API.", "The number of tokens of a conversation."
     return [
         generating_route(service, ANTHROPIC, "/v1/messages", about, parse_messages, MessageObjects),
-        computing_route(service, ANTHROPIC, "/v1/messages/count_tokens", counted, parse_messages, _count),
+        ProtocolRoute(
+            ANTHROPIC, "POST", "/v1/messages/count_tokens", Endpoint(service, counted, parse_messages, _count)
+        ),
     ]

@@ -33,7 +33,7 @@ from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
 from ...service.request_error import ErrorCode, RequestError, invalid, unsupported
 from ...service.text_bodies import TextsOrIds, encoded_texts
-from ..endpoints import RequestService, computing_route, generating_route
+from ..endpoints import Endpoint, RequestService, generating_route
 from ..http_protocol import Protocol, ProtocolRoute, encode_json
 from ..json_endpoint import Handler, JsonRoute
 
@@ -294,8 +294,12 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     vectors = partial(decode_body, kind=OllamaEmbedBody)
     return [
         *(JsonRoute(service.settings, method, path, handler, protocol=OLLAMA) for method, path, handler in table),
-        computing_route(service, OLLAMA, "/api/pull", "Download a model of the hub.", pull, download, loads=False),
-        computing_route(service, OLLAMA, "/api/embed", "Vectors of texts.", vectors, _embed, encoders=True),
+        ProtocolRoute(
+            OLLAMA, "POST", "/api/pull", Endpoint(service, "Download a model of the hub.", pull, download, loads=False)
+        ),
+        ProtocolRoute(
+            OLLAMA, "POST", "/api/embed", Endpoint(service, "Vectors of texts.", vectors, _embed, encoders=True)
+        ),
         generating_route(service, OLLAMA, "/api/chat", "The next message.", OllamaChatBody.parse, ChatLines),
         generating_route(service, OLLAMA, "/api/generate", "An answer to a prompt.", OllamaTextBody.parse, TextLines),
     ]

@@ -28,7 +28,7 @@ from ...service.text_bodies import (
     parse_chat,
     parse_completion,
 )
-from ..endpoints import RequestService, computing_route, generating_route
+from ..endpoints import Endpoint, RequestService, generating_route
 from ..http_messages import JsonResponse, error_response
 from ..http_protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json, event
 from ..json_endpoint import JsonRoute
@@ -67,10 +67,14 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         generating_route(service, OPENAI, "/v1/chat/completions", chat, parse_chat, ChatCompletionObjects),
         generating_route(service, OPENAI, "/v1/completions", text, parse_completion, CompletionObjects),
         generating_route(service, RESPONSES, "/v1/responses", response, parse_response, ResponseObjects),
-        computing_route(service, OPENAI, "/v1/embeddings", vectors, EmbeddingBody.parse, _embed, encoders=True),
-        computing_route(service, OPENAI, "/tokenize", ids, TokenizeRequest.parse, _tokenize),
-        computing_route(service, OPENAI, "/detokenize", "The text of token ids.", detokenize, _detokenize),
-        computing_route(service, OPENAI, "/v1/models/load", load, parse_load, load_model, loads=False),
+        ProtocolRoute(
+            OPENAI, "POST", "/v1/embeddings", Endpoint(service, vectors, EmbeddingBody.parse, _embed, encoders=True)
+        ),
+        ProtocolRoute(OPENAI, "POST", "/tokenize", Endpoint(service, ids, TokenizeRequest.parse, _tokenize)),
+        ProtocolRoute(
+            OPENAI, "POST", "/detokenize", Endpoint(service, "The text of token ids.", detokenize, _detokenize)
+        ),
+        ProtocolRoute(OPENAI, "POST", "/v1/models/load", Endpoint(service, load, parse_load, load_model, loads=False)),
         JsonRoute(service.settings, "POST", "/v1/models/unload", unload),
         ProtocolRoute(OPENAI, "GET", "/v1/models", models),
         ProtocolRoute(OPENAI, "GET", "/v1/models/{id:path}", model),

@@ -17,7 +17,7 @@ from ...service.body_decoder import StrictStruct, about, decode_body
 from ...service.generation_fields import PositiveInt
 from ...service.request_error import invalid
 from ...service.text_bodies import texts_or_ids
-from ..endpoints import RequestService, computing_route
+from ..endpoints import Endpoint, RequestService
 from ..http_protocol import OPENAI, ProtocolRoute, encode_json
 
 
@@ -119,6 +119,8 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
     rerank, score = "Documents ordered by how well they answer a query.", "How well texts answer others."
     return [
-        computing_route(service, OPENAI, "/v1/rerank", rerank, RerankBody.parse, _rerank, encoders=True),
-        computing_route(service, OPENAI, "/v1/score", score, ScoreBody.parse, _score, encoders=True),
+        ProtocolRoute(
+            OPENAI, "POST", "/v1/rerank", Endpoint(service, rerank, RerankBody.parse, _rerank, encoders=True)
+        ),
+        ProtocolRoute(OPENAI, "POST", "/v1/score", Endpoint(service, score, ScoreBody.parse, _score, encoders=True)),
     ]
