@@ -135,19 +135,19 @@ class _ConversationEndpoints:
         return {"conversation": self._store.create(**body.given())}
 
     def read(self, conversation_id: str) -> dict[str, Any]:
-        conversation = self._store.conversation(conversation_id)
+        conversation, branch = self._store.shown(conversation_id)
         messages, writing = [], []
         # An answer that ends between the two lines is complete in the second.
-        live = {each.id: each for each in self._generations.all(conversation.id)}
-        for message in self._store.messages(conversation.id):
+        live = {each.id: each for each in self._generations.all(conversation_id)}
+        stored = {each.id: each for each in self._store.messages(conversation_id)}
+        for message in stored.values():
             if message.state is MessageState.WRITING and message.id in live:
                 with live[message.id].snapshot(message) as (shown, progress):
                     messages.append(shown)
                     writing.append(progress)
             else:
                 messages.append(message)
-        branch = self._store.branch(conversation.leaf)
-        stats = [message.stats for message in branch if message.stats is not None]
+        stats = [found.stats for each in branch if (found := stored.get(each.id)) and found.stats is not None]
         # The messages that were left out of the prompt of the last answer that is shown.
         trimmed = stats[-1].get("trimmed", []) if stats else []
         return {"conversation": conversation, "messages": messages, "writing": writing, "trimmed": trimmed}
@@ -172,12 +172,11 @@ class _ConversationEndpoints:
 
     def context(self, conversation_id: str, content: str = "", attachments: Attachments = ()) -> dict[str, Any]:
         """Tokens that the conversation takes with a message that is being written."""
-        conversation = self._store.conversation(conversation_id)
+        conversation, branch = self._store.shown(conversation_id)
         model = conversation.model or self._context.default_model()
         unknown: dict[str, Any] = {"tokens": None, "context": None, "reserve": None, "trimmed": []}
         if not self._is_loaded(model):
             return unknown
-        branch = self._store.branch(conversation.leaf)
         if content or attachments or not branch:
             parent, files = conversation.leaf, tuple(attachments)
             branch.append(StoredMessage("draft", conversation.id, parent, Role.USER, content, files))

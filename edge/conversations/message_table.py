@@ -109,6 +109,12 @@ class MessageTable(ConversationTable):
         self.live_message(leaf_id)
         return [_message(row) for row in self.sql(_BRANCH, leaf_id)]
 
+    @reads
+    def shown(self, conversation_id: str) -> tuple[Conversation, list[StoredMessage]]:
+        """A conversation and the branch that is shown, of one moment: between two reads its leaf may be deleted."""
+        conversation = self.conversation(conversation_id)
+        return conversation, self.branch(conversation.leaf)
+
     @writes
     def add_message(
         self,

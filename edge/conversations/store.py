@@ -219,8 +219,7 @@ class ConversationStore(MessageTable, AbstractContextManager["ConversationStore"
     @reads
     def export_markdown(self, conversation_id: str) -> str:
         """The branch that is shown, as Markdown; attachments are part of their messages."""
-        conversation = self.conversation(conversation_id)
-        return as_markdown(conversation, self.branch(conversation.leaf))
+        return as_markdown(*self.shown(conversation_id))
 
     @reads
     def export_json(self, ids: Sequence[str] | None = None) -> str:

@@ -96,8 +96,7 @@ class ModelServices:
         sampling: Mapping[str, Any] | None = None
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt or ""}]
         if conversation is not None:
-            stored = self.context.store.conversation(conversation)
-            branch = self.context.store.branch(stored.leaf)
+            stored, branch = self.context.store.shown(conversation)
             while branch and branch[-1].role is not Role.USER:
                 branch.pop()
             messages = model_messages(stored.system, branch, calls=False) if branch else []

@@ -45,8 +45,7 @@ class ChatConversation:
 
     def branch(self) -> list[StoredMessage]:
         """The messages that are shown, the first one first."""
-        conversation = self.stored
-        return self._store.branch(None if conversation is None else conversation.leaf)
+        return [] if self._id is None else self._store.shown(self._id)[1]
 
     def add_question(
         self, content: str, attachments: Sequence[Attachment], parent: str | None, model: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import unquote
 
@@ -85,6 +87,27 @@ def test_tokens_are_counted_while_the_model_is_loaded(page: Window) -> None:
     attachments = [{"name": "a.txt", "text": "hello and hello"}]
     filled = post(page.client, path, content="hello", attachments=attachments)["tokens"]
     assert filled > empty + count
+
+
+def test_a_message_is_deleted_while_tokens_are_counted(page: Window) -> None:
+    conversation = new_conversation(page.client, sampling={"max_tokens": 2})
+    message = page.wait_for_end(send(page.client, conversation, "hello")["id"])["id"]
+    path, answer, done = f"/api/conversations/{conversation}", f"/api/messages/{message}", Event()
+
+    def delete_and_restore() -> None:
+        while not done.is_set():
+            assert page.client.delete(answer).json() == {}
+            post(page.client, f"{answer}/restore")
+
+    with ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(delete_and_restore)
+        try:
+            for _ in range(100):
+                assert post(page.client, f"{path}/context")["tokens"]
+                assert ask(page.client, path)["messages"]
+        finally:
+            done.set()
+        deleting.result()
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("markdown", "md"), ("json", "json")])
