@@ -181,8 +181,9 @@ class GenerateOptions(OptionRecord):
     )
     draft_sampling: DraftSampling = option(
         DraftSampling.OFF,
-        "Sample the draft model's tokens (a chain or a tree of them) instead of taking the most likely ones. This is "
-        "faster at high temperatures and keeps the distribution, but a seed no longer fixes the text.",
+        "Sample the draft model's tokens (a chain or a tree of them) instead of taking the most likely ones; or ngram, "
+        "sample what the model gave a probability after the same few tokens before. This is faster at high "
+        "temperatures and keeps the distribution, but a seed no longer fixes the text.",
     )
     explain: bool = option(False, "Report what each round drafted, verified and took.")
     overflow: str | None = same_option(LoadOptions, "overflow", None, unset="what the model was loaded with")

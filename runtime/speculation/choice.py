@@ -87,7 +87,7 @@ Speculation.OFF = Speculation(frozenset())
 
 
 class DraftSampling(Enum):
-    """How draft tokens are chosen from a draft model's distribution."""
+    """How draft tokens are chosen from the distribution of a draft model, or of n-grams."""
 
     OFF = "off"
     """The most probable tokens; the text for a seed does not depend on drafting."""
@@ -95,3 +95,6 @@ class DraftSampling(Enum):
     """A chain of sampled tokens, verified as a block (Sun et al. 2025)."""
     TREE = "tree"
     """Several sampled tokens at a node, verified one by one without replacement (Jeon et al. 2024)."""
+    NGRAM = "ngram"
+    """The same without a draft model: sampled from the model's own distributions after earlier occurrences of the last
+    tokens (STAND: Song et al. 2025)."""

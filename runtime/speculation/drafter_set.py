@@ -21,7 +21,8 @@ from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
 from .drafters.ngram import NgramDrafter, NgramTable
 from .drafters.recycling import RecycledTable, RecyclingDrafter
-from .drafters.sampled import AcceptanceEstimate
+from .drafters.sampled import AcceptanceEstimate, DistributionSource, ModelDistributions
+from .drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from .drafters.suffix import SuffixDrafter
 from .learned_rates import Mixer
 from .pass_cost import PassCost
@@ -52,8 +53,9 @@ class SharedDrafting:
     thread: WorkThread | None = None
     """Where the draft model runs ahead; None to take turns with the target."""
     mixers: dict[_SpeculatorKey, Mixer] = field(default_factory=dict)
-    estimate: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    estimates: dict[Source, AcceptanceEstimate] = field(default_factory=dict)
     """Acceptance of sampled draft tokens."""
+    ngrams: TargetNgrams = field(default_factory=TargetNgrams)
 
 
 _HINTS: Final = {
@@ -155,6 +157,22 @@ class DrafterSet:
         return self._speculators[key]
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
+        if draft_sampling not in self._sampled:
+            distributions = self._distributions(draft_sampling)
+            self._sampled[draft_sampling] = SampledSpeculator(
+                distributions,
+                self._shared.cost,
+                draft_sampling,
+                trees=self._shared.trees,
+                estimate=self._shared.estimates.setdefault(distributions.source, AcceptanceEstimate()),
+            )
+        speculator = self._sampled[draft_sampling]
+        speculator.start_answer(sampling)
+        return speculator
+
+    def _distributions(self, draft_sampling: DraftSampling) -> DistributionSource:
+        if draft_sampling is DraftSampling.NGRAM:
+            return NgramDistributions(self._shared.ngrams)
         if self.model is None:
             raise InputError("there is no draft model to sample draft tokens from", _HINTS[Source.MODEL])
         if not isinstance(self.model, DraftModel):
@@ -162,14 +180,4 @@ class DrafterSet:
                 "draft tokens cannot be sampled from Medusa heads, which propose a few tokens and no distribution",
                 "leave --draft-sampling out",
             )
-        if draft_sampling not in self._sampled:
-            self._sampled[draft_sampling] = SampledSpeculator(
-                self.model,
-                self._shared.cost,
-                draft_sampling,
-                trees=self._shared.trees,
-                estimate=self._shared.estimate,
-            )
-        speculator = self._sampled[draft_sampling]
-        speculator.start_answer(sampling)
-        return speculator
+        return ModelDistributions(self.model)

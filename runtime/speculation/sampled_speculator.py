@@ -1,7 +1,7 @@
-"""Speculation with draft tokens sampled at random from a draft model.
+"""Speculation with draft tokens sampled at random, from a draft model or from n-grams.
 
-Where the target is sampled at a high temperature, a token sampled from the draft model's own distribution, and accepted
-by comparing the two distributions, is accepted more often than the draft model's most probable token. The disadvantage:
+Where the target is sampled at a high temperature, a token sampled from the drafter's own distribution, and accepted
+by comparing the two distributions, is accepted more often than the drafter's most probable token. The disadvantage:
 the text for a seed then depends on how much was drafted, hence on this machine's timing. So it is never the default.
 
 Sample-then-match would be exact too, but accepts a draft token x only with probability p(x). Comparing the target's
@@ -10,7 +10,8 @@ for what q favours in the token emitted otherwise. The output then has the targe
 draft tokens: a seed gives another text than in plain decoding.
 
 Distributions are those after temperature, filters and penalties, on each draft token's own path. Chains use block
-verification (Sun et al., ICLR 2025), trees recursive rejection without replacement (Jeon et al. 2024).
+verification (Sun et al., ICLR 2025), trees recursive rejection without replacement (Jeon et al. 2024), which accepts
+more than SpecTr's k-SEQ (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from ..sampling.distribution import Distribution
 from ..sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
 from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
-from .drafters.draft_model import DraftModel
-from .drafters.sampled import AcceptanceEstimate, SampledDraft, SampledDrafter
+from .drafters.sampled import AcceptanceEstimate, DistributionSource, SampledDraft, SampledDrafter
 from .growth import TokenPrices
 from .pass_cost import PassCost
 from .rounds import Round
@@ -34,19 +34,19 @@ from .verification import TokenSampler, VerifyResult, walk_tree
 
 
 class SampledSpeculator(Speculator):
-    """A `Speculator` whose only drafter samples from a draft model.
+    """A `Speculator` whose only drafter samples from distributions.
 
     Args:
-        model: the draft model.
+        distributions: what draft tokens are sampled from.
         cost: cost of target passes.
-        draft_sampling: CHAIN or TREE.
+        draft_sampling: anything but OFF.
         trees: whether the target can verify trees.
         estimate: what is known about the acceptance of such draft tokens; None for nothing yet.
     """
 
     def __init__(
         self,
-        model: DraftModel,
+        distributions: DistributionSource,
         cost: PassCost,
         draft_sampling: DraftSampling,
         *,
@@ -54,20 +54,20 @@ class SampledSpeculator(Speculator):
         estimate: AcceptanceEstimate | None = None,
     ) -> None:
         super().__init__((), cost, trees=trees)
-        self._draft_model: Final = model
+        self._distributions: Final = distributions
         self._estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
-        self._drafter = SampledDrafter(model, SamplingParams(), self._estimate)
+        self._drafter = SampledDrafter(distributions, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None
 
     def start_answer(self, params: SamplingParams) -> None:
         """Draft for a target that is sampled with `params`."""
-        self._drafter = SampledDrafter(self._draft_model, params, self._estimate)
+        self._drafter = SampledDrafter(self._distributions, params, self._estimate)
 
     def verify(
         self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
-        """Decide which draft tokens are accepted by comparing the target's and the draft model's distributions."""
+        """Decide which draft tokens are accepted by comparing the target's and the drafter's distributions."""
         if self._sampled is None or len(draft.tree) == 1:
             return super().verify(draft, logits, sampler, position, ends, max_tokens)
         assert isinstance(sampler, Sampler)  # noqa: S101  recorded answers have other drafters
@@ -87,19 +87,19 @@ class SampledSpeculator(Speculator):
         if constraint is not None:  # only the tokens that it forces are drafted
             self._sampled = None
             return super()._grow_draft(anchor, prices, max_depth, constraint)
-        before = self._draft_model.passes
+        before = self._distributions.passes
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
         self._sampled = sampled = self._drafter.sample(anchor, prices, max_depth, chain=self._chain)
         expected = float(sampled.tree.path_prob.sum())
         price = sum(prices.positions[: len(sampled.tree) - 1])
-        passes = self._draft_model.passes - before
-        seconds = self._draft_model.take_seconds_spent()
+        passes = self._distributions.passes - before
+        seconds = self._distributions.take_seconds_spent()
         return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)
 
     def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
-        del draft, logits
+        del draft
         if self._sampled is not None:
-            self._drafter.learn(self._sampled, result)
+            self._drafter.learn(self._sampled, result, logits)
             self._sampled = None
 
 

@@ -22,6 +22,7 @@ from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
+from edgerun.runtime.speculation.drafters.sampled import ModelDistributions
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.replay import OracleMode
 from edgerun.runtime.speculation.rounds import DraftOrigin
@@ -197,7 +198,7 @@ def test_sampled_draft_tokens_have_the_targets(
     graph: GraphSession, tiny_bundle: Path, draft_sampling: DraftSampling
 ) -> None:
     draft = DraftModel(graph.bind(graph.arena(256)), FixedCost({0: {1: 1e-9, 2: 1e-9}}), VOCABULARY, None)
-    speculator = SampledSpeculator(draft, FixedCost(NEARLY_FREE), draft_sampling, trees=True)
+    speculator = SampledSpeculator(ModelDistributions(draft), FixedCost(NEARLY_FREE), draft_sampling, trees=True)
     for seed in range(3):
         steps = steps_of(graph, SamplingParams(1.2, top_k=50, seed=seed), speculator)
         check(tiny_bundle, PROMPT, tokens_of(steps), logprobs_of(steps))

@@ -1,6 +1,6 @@
-"""Samples draft tokens from a draft model's own distributions, for verification that compares distributions.
+"""Samples draft tokens from distributions, a draft model's or others, for verification that compares distributions.
 
-The distributions are those after the target's temperature, filters and penalties, on each draft token's own path: the
+A draft model's are those after the target's temperature, filters and penalties, on each draft token's own path: the
 closer they are to the target's, the more draft tokens are accepted (see `sampled_speculator`). The number of children
 of a node is decided before they are sampled, which keeps verification exact; and as in any draft, only while another
 token position, or another pass of the draft model, pays. Where none does, one token is drafted occasionally all the
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
-from ...sampling.sampler import Purpose, Sampler, SamplingParams, uniforms_at
+from ...sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniforms_at
 from ..growth import TokenPrices
 from ..learned_rates import Backoff
 from ..tree import Source, Tree
@@ -100,21 +100,131 @@ class AcceptanceEstimate:
             self.mean += (accepted - self.mean) * 0.02
 
 
+class DistributionSource(Protocol):
+    """Where draft tokens are sampled from: distributions of the next token after one sequence and a path behind it.
+
+    Verification is exact for any distribution that was computed before its tokens were sampled.
+    """
+
+    source: Source
+    """What its draft tokens are counted under."""
+
+    @property
+    def passes(self) -> int:
+        """Number of passes of a model that it has run so far."""
+        return 0
+
+    def start(self, params: SamplingParams) -> None:
+        """Begin an answer for which the target is sampled with `params`."""
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the sequence."""
+
+    def distribution(self, path: Path) -> Distribution | None:
+        """The distribution after the sequence and `path`, in target ids; None if it is not known."""
+
+    def seconds(self, path: Path) -> float:
+        """Expected seconds of `distribution(path)` now."""
+        del path
+        return 0.0
+
+    def take_seconds_spent(self) -> float:
+        """Seconds of passes since the last call of this method."""
+        return 0.0
+
+    def learn(self, path: Path, logits: Logits) -> None:
+        """Learn the target's logits float32 `[V]` after the sequence and `path`, which was accepted."""
+        del path, logits
+
+
+class ModelDistributions(DistributionSource):
+    """The distributions of a draft model, after the target's temperature, filters and penalties.
+
+    Args:
+        model: the draft model.
+    """
+
+    def __init__(self, model: DraftModel) -> None:
+        self.source = model.source
+        self._model: Final = model
+        self.start(SamplingParams())
+
+    @property
+    def passes(self) -> int:
+        """Number of passes of the draft model so far."""
+        return self._model.passes
+
+    def start(self, params: SamplingParams) -> None:
+        """Begin an answer for which the target is sampled with `params`."""
+        biases = [(place, bias) for token, bias in params.logit_bias for place in self._head_places((token,)).tolist()]
+        self._params = replace(params, logit_bias=tuple(biases))
+        self._sampler = Sampler(self._params, self._model.head)
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._model.reset(token_ids)
+        self._sampler = Sampler(self._params, self._model.head)
+        self._sampler.observe_prompt(self._head_places(token_ids))
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the sequence."""
+        for token in token_ids:
+            self._model.append(token)
+        self._sampler.observe(self._head_places(token_ids))
+
+    def distribution(self, path: Path) -> Distribution | None:
+        """The draft model's distribution; None if it cannot be run."""
+        logits = self._model.logits(path)
+        if logits is None:
+            return None
+        with self._sampler.rollback():
+            self._sampler.observe(self._head_places(path))
+            distribution = self._sampler.distribution(logits)
+        if self._model.target_ids is not None:
+            ids = self._model.target_ids[distribution.ids].astype(np.intp)
+            order = np.argsort(ids)
+            distribution = Distribution(ids[order], distribution.probs[order])
+        return distribution
+
+    def seconds(self, path: Path) -> float:
+        """Expected seconds of the draft model."""
+        return self._model.seconds(path)
+
+    def take_seconds_spent(self) -> float:
+        """Seconds that the draft model has run since the last call of this method."""
+        return self._model.take_seconds_spent()
+
+    def _head_places(self, tokens: Sequence[int]) -> npt.NDArray[np.intp]:
+        """Indices of target tokens in the LM head; tokens that it does not have are left out."""
+        ids, target_ids = np.asarray(tokens, np.intp), self._model.target_ids
+        if target_ids is None:
+            return ids[ids < self._model.head]
+        order = np.argsort(target_ids)
+        at = np.searchsorted(target_ids, ids, sorter=order)
+        places: npt.NDArray[np.intp] = order[np.minimum(at, order.size - 1)]
+        known: npt.NDArray[np.intp] = places[target_ids[places] == ids]
+        return known
+
+
 class SampledDrafter:
     """Samples drafts for one sequence.
 
     Args:
-        model: the draft model.
+        distributions: what draft tokens are sampled from.
         params: sampling parameters of the target. A greedy target accepts only draft tokens that match its choice.
         estimate: acceptance estimate to share between sequences; None for a new one.
     """
 
-    def __init__(self, model: DraftModel, params: SamplingParams, estimate: AcceptanceEstimate | None = None) -> None:
-        self.model: Final = model
+    def __init__(
+        self, distributions: DistributionSource, params: SamplingParams, estimate: AcceptanceEstimate | None = None
+    ) -> None:
+        self.distributions: Final = distributions
         self.estimate: Final = AcceptanceEstimate() if estimate is None else estimate
-        biases = [(place, bias) for token, bias in params.logit_bias for place in self._head_places((token,)).tolist()]
-        self._params = replace(params, logit_bias=tuple(biases))
-        self._sampler = Sampler(self._params, model.head)
+        distributions.start(params)
+        self._params: Final = params
         self._length = 0
         """Number of tokens of the whole text."""
         self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
@@ -122,31 +232,13 @@ class SampledDrafter:
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""
-        self.model.reset(token_ids)
-        self._sampler = Sampler(self._params, self.model.head)
-        self._sampler.observe_prompt(self._head_places(token_ids))
+        self.distributions.reset(token_ids)
         self._length = self._params.first_position + len(token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the sequence."""
-        for token in token_ids:
-            self.model.append(token)
-        self._sampler.observe(self._head_places(token_ids))
+        self.distributions.append(token_ids)
         self._length += len(token_ids)
-
-    def distribution(self, path: Path) -> Distribution | None:
-        """The draft model's distribution after the sequence and `path`, in target ids; None if it cannot be run."""
-        logits = self.model.logits(path)
-        if logits is None:
-            return None
-        with self._sampler.rollback():
-            self._sampler.observe(self._head_places(path))
-            distribution = self._sampler.distribution(logits)
-        if self.model.target_ids is not None:
-            ids = self.model.target_ids[distribution.ids].astype(np.intp)
-            order = np.argsort(ids)
-            distribution = Distribution(ids[order], distribution.probs[order])
-        return distribution
 
     def sample(self, anchor: int, prices: TokenPrices, max_depth: int, *, chain: bool) -> SampledDraft:
         """Sample a draft behind the sequence; the anchor alone if nothing pays.
@@ -172,11 +264,11 @@ class SampledDrafter:
             if left < 1:
                 break
             price = prices.positions[len(tokens) - 1]
-            cost = price + prices.second * self.model.seconds(paths[node])
+            cost = price + prices.second * self.distributions.seconds(paths[node])
             pays = path_probs[node] * self.estimate.mean > cost
             if not pays and not (trying and node == 0):
                 continue
-            distribution = self.distribution(paths[node])
+            distribution = self.distributions.distribution(paths[node])
             if distribution is None:
                 continue
             max_children = 1 if chain else _MAX_CHILDREN
@@ -196,13 +288,21 @@ class SampledDrafter:
         if len(tokens) > 1 and not trying:
             self._backoff.reset()
             self._backoff.start()
-        sources = [Source.ANCHOR, *[self.model.source] * (len(tokens) - 1)]
+        sources = [Source.ANCHOR, *[self.distributions.source] * (len(tokens) - 1)]
         return SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
 
-    def learn(self, draft: SampledDraft, result: VerifyResult) -> None:
-        """Learn which draft tokens were accepted; children after the accepted one were not tried."""
+    def learn(self, draft: SampledDraft, result: VerifyResult, logits: Logits) -> None:
+        """Learn which draft tokens were accepted; children after the accepted one were not tried.
+
+        Args:
+            draft: the draft.
+            result: outcome of its verification.
+            logits: float32 `[n, V]`, the target's at each node.
+        """
         tree, path = draft.tree, result.accepted_path
-        for node, accepted in zip(path, [*path[1:], None], strict=True):
+        tokens = tuple(tree.token_ids[node] for node in path[1:])
+        for depth, (node, accepted) in enumerate(zip(path, [*path[1:], None], strict=True)):
+            self.distributions.learn(tokens[:depth], logits[node])
             if node not in draft.distributions:
                 continue
             for rank, child in enumerate(np.flatnonzero(tree.parents == node).tolist()):
@@ -223,17 +323,6 @@ class SampledDrafter:
             chances.append(path_prob * rejected * rate)
             rejected *= 1 - rate
         return chances
-
-    def _head_places(self, tokens: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Indices of target tokens in the LM head; tokens that it does not have are left out."""
-        ids = np.asarray(tokens, np.intp)
-        if self.model.target_ids is None:
-            return ids[ids < self.model.head]
-        order = np.argsort(self.model.target_ids)
-        at = np.searchsorted(self.model.target_ids, ids, sorter=order)
-        places: npt.NDArray[np.intp] = order[np.minimum(at, order.size - 1)]
-        known: npt.NDArray[np.intp] = places[self.model.target_ids[places] == ids]
-        return known
 
 
 def _bin(distribution: Distribution) -> int:

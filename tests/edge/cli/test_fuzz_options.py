@@ -48,7 +48,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "spec": ("off", "suffix", "model", "history", "auto"),
     "prompt": ("list files", "a"),
     "method": ("rtn", "k-quant"),
-    "draft_sampling": ("chain", "tree"),
+    "draft_sampling": ("chain", "tree", "ngram"),
     "power": ("auto", "performance", "saver"),
     **dict.fromkeys(("prefix_cache", "prefix_disk"), ("0", "2MB", "1.5GiB")),
     "logit_bias": ("5=1", "0=-100"),

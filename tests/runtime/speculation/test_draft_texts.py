@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,6 +154,27 @@ def test_draft_tokens_can_be_sampled_from_it(drafted: Drafted, draft_sampling: D
     reply = drafted.engine.generate("the other thing", SAMPLED, draft_sampling=draft_sampling)
     check_counts(reply.stats)
     assert reply.stats.by_source[drafted.drafter].drafted > 0
+
+
+def test_draft_tokens_can_be_sampled_from_what_the_model_gave_before(tmp_path: Path) -> None:
+    """Answers share what they learn, and the first one learns as it goes."""
+    options = SAMPLED.changed({"max_tokens": 60, "draft_sampling": DraftSampling.NGRAM})
+    with eager_engine(write_bundle(tmp_path, max_position_embeddings=600)) as engine:
+        replies = [engine.generate("in the in the", options, seed=seed) for seed in range(4)]
+        for reply in replies:
+            check_counts(reply.stats)
+            assert set(reply.stats.by_source) <= {"ngram"}
+        assert replies[-1].stats.by_source["ngram"].accepted > 0
+        off = engine.generate("in the in the", options, speculation=OFF)
+        assert (off.stats.drafted, off.text) == (0, engine.generate("in the in the", SAMPLED, max_tokens=60).text)
+
+
+def test_the_command_line_samples_from_ngrams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = write_bundle(tmp_path, max_position_embeddings=600)
+    choices = ["--raw", "-n", "200", "-t", "1", "--seed", "3", "--draft-sampling", "ngram", "--ignore-eos", "--json"]
+    assert main([str(bundle), "-p", "in the in the", *choices]) == 0
+    speculation = json.loads(capsys.readouterr().out)["speculation"]
+    assert set(speculation["by_source"]) == {"ngram"}
 
 
 def test_it_drafts_beside_an_int8_cache(bundle: tuple[Path, str]) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.speculation.drafters import stochastic_ngram
 from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
+from edgerun.runtime.speculation.drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from edgerun.runtime.speculation.sampled_speculator import (
     acceptance_probability,
     block_acceptance,
@@ -40,14 +42,14 @@ def dist_of(*probs: float) -> Distribution:
     return Distribution(ids, dense[ids] / dense.sum())
 
 
-def toy(seed: int, holes: float = 0.25) -> Model:
+def toy(seed: int, holes: float = 0.25, size: int = V) -> Model:
     """A different random distribution after every sequence, some tokens impossible."""
 
     @cache
     def after(text: Text) -> Distribution:
         random = np.random.default_rng([seed, len(text), *text])
-        dense = random.dirichlet(np.full(V, 0.7)) * (random.random(V) >= holes)
-        dense[random.integers(V)] += 0.05
+        dense = random.dirichlet(np.full(size, 0.7)) * (random.random(size) >= holes)
+        dense[random.integers(size)] += 0.05
         return dist_of(*dense)
 
     return after
@@ -135,6 +137,47 @@ def test_recursive_rejection_gives_the_targets_distribution(seed: int, widths: t
     for emitted, weight in recursive_outcomes(p, q, widths):
         add(found, p, emitted, GAMMA + 1, weight)
     assert difference(found, p, GAMMA + 1) < 1e-12
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_drafts_of_ngrams_keep_the_targets_distribution(temperature: float) -> None:
+    """The table has learned distributions of other texts that end alike, and misses some of them."""
+    p, table = toy(4, size=6), TargetNgrams()
+    for text in ((0, 1), (2, 1), (3, 1), (0, 4), (1, 2), (1, 2, 1), (5,), (3, 3)):
+        logits = np.full(6, -1e9, np.float32)
+        logits[p(text).ids] = np.log(p(text).probs)
+        table.learn(text, logits)
+    ngrams = NgramDistributions(table)
+    ngrams.start(SamplingParams(temperature=temperature, top_k=4))
+
+    def q(text: Text) -> Distribution:
+        ngrams.reset((2,))
+        return ngrams.distribution((1, *text)) or Distribution(np.empty(0, np.intp), np.empty(0))
+
+    sizes = {text: q(text).ids.size for text in ((), (1,), (4,), (0,))}
+    assert sizes[()] > 1 < sizes[(1,)]
+    assert sizes[(0,)] == 0
+    found: Counter[Text] = Counter()
+    for emitted, weight in recursive_outcomes(p, q, (3, 2)):
+        add(found, p, emitted, 3, weight)
+    assert difference(found, p, 3) < 1e-12
+    first = sum(weight for emitted, weight in recursive_outcomes(p, q, (3,)) if len(emitted) == 2)
+    single = np.minimum([p(()).probability(token) for token in q(()).ids.tolist()], q(()).probs).sum()
+    assert first > single > 0
+
+
+def test_ngrams_average_what_the_target_gave_and_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stochastic_ngram, "_MOST", 3)
+    table = TargetNgrams()
+    for probs in ((0.5, 0.5, 0, 0), (0.25, 0, 0.75, 0)):
+        table.learn((7, 8), np.log(np.maximum(probs, 1e-30), dtype=np.float32))
+    tokens, sums = table.after((9, 9, 7, 8)) or ((), ())
+    assert tokens.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(sums, [0.75, 0.5, 0.75, 0], atol=1e-6)
+    assert table.after((8, 7)) is None
+    table.learn((5, 6), np.zeros(4, np.float32))
+    assert table.after((3, 8)) is None
+    assert table.after((7, 8)) is not None
 
 
 def test_block_verification_accepts_more_than_token_by_token() -> None:

@@ -19,6 +19,7 @@ from edgerun.runtime.scheduling.work_thread import WorkThread
 from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
+from edgerun.runtime.speculation.drafters.sampled import ModelDistributions
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
@@ -70,7 +71,7 @@ def free_drafters() -> Speculator:
 def sampled_drafter() -> Speculator:
     """Whose drafts are the forced tokens alone, since an answer has a grammar."""
     model = DraftModel(EmulatedGraph(toy_logits, V, 64), FixedCost({64: {1: 1e-6, 16: 1.1e-6}}), V)
-    return SampledSpeculator(model, FixedCost(NEARLY_FREE), DraftSampling.TREE, trees=True)
+    return SampledSpeculator(ModelDistributions(model), FixedCost(NEARLY_FREE), DraftSampling.TREE, trees=True)
 
 
 LONG = 'start: "abccabbacc" /a|b/'

@@ -16,7 +16,13 @@ from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.sampled import AcceptanceEstimate, SampledDrafter, sample_children
+from edgerun.runtime.speculation.drafters.sampled import (
+    AcceptanceEstimate,
+    ModelDistributions,
+    SampledDrafter,
+    sample_children,
+)
+from edgerun.runtime.speculation.drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from edgerun.runtime.speculation.growth import TokenPrices
 from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
@@ -65,7 +71,7 @@ def plain_distribution(graph: GraphSession, text: list[int], params: SamplingPar
 def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
     graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool, left_out: int
 ) -> None:
-    drafter = SampledDrafter(model, replace(SAMPLED, first_position=left_out))
+    drafter = SampledDrafter(ModelDistributions(model), replace(SAMPLED, first_position=left_out))
     text = [7, 12, 5]
     drafter.reset(text)
     for new in ([3], [3, 9, 14], []):
@@ -90,7 +96,7 @@ def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
 def test_the_number_of_children_does_not_depend_on_the_sampled_tokens(model: DraftModel) -> None:
     counts = set()
     for seed in range(20):
-        drafter = SampledDrafter(model, replace(SAMPLED, seed=seed))
+        drafter = SampledDrafter(ModelDistributions(model), replace(SAMPLED, seed=seed))
         drafter.reset([7, 12, 5])
         tree = drafter.sample(5, TokenPrices((0.05,) * 9, 0.0), 4, chain=False).tree
         counts.add(int((tree.parents == 0).sum()))
@@ -98,7 +104,7 @@ def test_the_number_of_children_does_not_depend_on_the_sampled_tokens(model: Dra
 
 
 def test_nothing_is_sampled_or_run_that_does_not_pay(model: DraftModel) -> None:
-    drafter = SampledDrafter(model, SAMPLED)
+    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
     drafter.reset([7, 12, 5])
     for prices, max_depth in (
         (TokenPrices((1.0,) * 9, 0.0), 4),
@@ -113,14 +119,14 @@ def test_nothing_is_sampled_or_run_that_does_not_pay(model: DraftModel) -> None:
 
 
 def test_drafting_that_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
-    drafter = SampledDrafter(model, SAMPLED)
+    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
     drafter.reset([7, 12, 5])
     tried = [at for at in range(200) if len(drafter.sample(5, TokenPrices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
     assert tried == [16, 49, 114]
 
 
 def test_a_sequence_with_unknown_tokens_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
-    drafter = SampledDrafter(model_of(graphs[1], target_vocab=20), SAMPLED)
+    drafter = SampledDrafter(ModelDistributions(model_of(graphs[1], target_vocab=20)), SAMPLED)
     drafter.reset([7, 18])
     assert len(drafter.sample(18, FREE, 4, chain=False).tree) == 1
     drafter.reset([7, 5])
@@ -132,7 +138,9 @@ def test_distributions_of_a_head_with_other_ids_are_in_target_ids(
 ) -> None:
     """The same model with permuted ids gives the same probabilities."""
     names = np.random.default_rng(1).permutation(30)[:V].astype(np.int32)
-    plain, renamed = SampledDrafter(model, SAMPLED), SampledDrafter(model_of(graphs[1], 30, names), SAMPLED)
+    plain, renamed = ModelDistributions(model), ModelDistributions(model_of(graphs[1], 30, names))
+    plain.start(SAMPLED)
+    renamed.start(SAMPLED)
     for text in ([7, 12, 5], [7, 7, 7, 2]):
         plain.reset(text)
         renamed.reset(names[text].tolist())
@@ -160,16 +168,16 @@ def test_acceptance_is_learned() -> None:
 
 
 def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -> None:
-    drafter = SampledDrafter(model, SAMPLED)
+    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
     drafter.reset([7, 12, 5])
     draft = drafter.sample(5, FREE, 1, chain=False)
     first, second, third = (drafter.estimate.rate(draft.distributions[0], rank) for rank in range(3))
     assert (draft.tree.parents == 0).sum() >= 3
     assert second == third
-    drafter.learn(draft, VerifyResult((0, 1), 2))
+    drafter.learn(draft, VerifyResult((0, 1), 2), np.zeros((2, V), np.float32))
     assert drafter.estimate.rate(draft.distributions[0], 0) > first
     assert drafter.estimate.rate(draft.distributions[0], 1) == second
-    drafter.learn(draft, VerifyResult((0,), 2))
+    drafter.learn(draft, VerifyResult((0,), 2), np.zeros((1, V), np.float32))
     assert drafter.estimate.rate(draft.distributions[0], 1) < second
 
 
@@ -183,7 +191,7 @@ def draft_logits(text: Text) -> Floats:
     return (target_logits(text) + np.random.default_rng([6, *text]).normal(0, 0.7, V)).astype(np.float32)
 
 
-@pytest.mark.parametrize("sampling", [DraftSampling.CHAIN, DraftSampling.TREE])
+@pytest.mark.parametrize("sampling", [DraftSampling.CHAIN, DraftSampling.TREE, DraftSampling.NGRAM])
 @pytest.mark.parametrize("seeds", [500, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds: int) -> None:
     """Sequences of up to five tokens, in as many rounds as they take; drafts stop where they pay."""
@@ -197,7 +205,9 @@ def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds:
         return sampler.distribution(target_logits((*prompt, *new)))
 
     model = DraftModel(EmulatedGraph(draft_logits, V, 64), FixedCost({64: {1: 1e-6, 16: 1.1e-6}}), V)
-    speculator = SampledSpeculator(model, FixedCost(NEARLY_FREE), sampling, trees=True)
+    ngrams = sampling is DraftSampling.NGRAM
+    source = NgramDistributions(TargetNgrams()) if ngrams else ModelDistributions(model)
+    speculator = SampledSpeculator(source, FixedCost(NEARLY_FREE), sampling, trees=True)
     found, exact, rounds, produced = Counter[Text](), Counter[Text](), 0, 0
     for text, weight in sequences(after, length).items():
         exact[text[: text.index(end)] if end in text else text] += weight
