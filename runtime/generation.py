@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import ContextError, TemplateError
@@ -27,6 +28,7 @@ from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
+from .strategies.search import SearchSampler, search_steps
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
 from .text.token_logprobs import AnswerTokens
@@ -239,7 +241,8 @@ class Generation:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        ends = request.overflow is Overflow.ERROR or request.recording is not None or left == 0
+        cannot = request.recording is not None or request.search is not None
+        ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
             return None
         recorder.shifts += 1
@@ -269,6 +272,9 @@ class Generation:
         log_softmax = (
             LogSoftmax(request.options.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
         )
+        if isinstance(sampler, SearchSampler) and request.search is not None:
+            steps = partial(search_steps, request.search, bound, token_ids, sampler, limits, log_softmax)
+            return steps(self._constraint, answer_length=answer_length)
         return decode(
             bound,
             token_ids,
@@ -292,6 +298,8 @@ class Generation:
         if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
             first = len(self._sequence.token_ids)
             return BranchingSampler(sampling, vocab_size, self._constraint, position=first, rank=request.rank)
+        if request.search is not None:
+            return SearchSampler(sampling, vocab_size, self._constraint)
         if self._constraint is None or request.futures is None:
             return Sampler(sampling, vocab_size, self._constraint)
         from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it
@@ -331,7 +339,8 @@ class Generation:
 def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:
     """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
     sampling = request.sampling
-    if sampling.adjusts or request.needs_logprobs or request.grammar is not None or request.rank is not None:
+    special = (request.grammar, request.rank, request.search)
+    if sampling.adjusts or request.needs_logprobs or any(each is not None for each in special):
         return True
     # Near ties are found by the difference of the best two.
     needed = (1 + request.options.exact) if sampling.greedy else sampling.top_k

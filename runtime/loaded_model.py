@@ -39,9 +39,11 @@ from .prefill import PrefillMode
 from .scheduling.answer_stream import AnswerStream
 from .scheduling.request_queue import Chunks, RequestQueue, Ticket
 from .scheduling.several_answers import PromptAnswers
+from .speculation.choice import Speculation
 from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
+from .strategies.search_choice import search_of
 from .structure.format_compiler import FormatCompiler
 from .text.chat_template import ChatTemplate, Message, load_template
 from .text.detokenizer import AnswerStart
@@ -251,8 +253,18 @@ class LoadedModel:
         prompt_ids = prompt_ids if start is None else [*prompt_ids, *start.token_ids]
         sampling = options.sampling(self.defaults)
         check_prompt_fits(prompt_ids, self.context)
+        search = search_of(options, self.graph_io)
+        options = options if search is None else replace(options, speculation=Speculation.OFF)
         return Request(
-            prompt_ids, options, sampling, start, chat=chat, overflow=overflow, grammar=grammar, reading=reading
+            prompt_ids,
+            options,
+            sampling,
+            start,
+            chat=chat,
+            overflow=overflow,
+            grammar=grammar,
+            reading=reading,
+            search=search,
         )
 
     def answer(

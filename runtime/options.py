@@ -11,8 +11,9 @@ from ..errors import BundleError, InputError, TemplateError
 from ..models.bundle import Bundle
 from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
-from .arguments.argument_types import OptionRecord, documented, option, same_option
+from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
+from .arguments.search_options import SearchOptions
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
@@ -27,6 +28,7 @@ from .tools.answer_format import AnswerReading
 from .tools.calls import check_tool_choice
 
 if TYPE_CHECKING:  # llguidance is an extra
+    from .strategies.search import Search
     from .structure.expected_futures import ExpectedFutures
     from .structure.grammar import Grammar
 
@@ -44,7 +46,7 @@ _LARGEST = 1e30
 
 @documented
 @dataclass(frozen=True)
-class GenerateOptions(OptionRecord):
+class GenerateOptions(SearchOptions):
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = option(
@@ -322,6 +324,8 @@ class Request:
     """Which of the likeliest tokens the answer begins with, counted from 0; None for the one that is chosen."""
     reading: AnswerReading | None = None
     """How reasoning and calls are found in the answer; None where it is text alone."""
+    search: Search | None = None
+    """What searches for the answer; None for the decode loop."""
 
     @property
     def needs_logprobs(self) -> bool:

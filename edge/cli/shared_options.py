@@ -61,8 +61,9 @@ class OptionsOf(Generic[_Record]):
 
     @property
     def names(self) -> list[str]:
-        """The fields that are options."""
+        """The fields that are options; those that the record has from another one come last."""
         fields = [each.name for each in dataclasses.fields(self.base)]  # type: ignore[arg-type]
+        fields.sort(key=lambda name: name not in type(self.base).__annotations__)
         return [name for name in fields if name not in self.without and (not self.only or name in self.only)]
 
     def parameters(self) -> list[inspect.Parameter]:

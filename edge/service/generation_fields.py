@@ -93,6 +93,10 @@ class SamplingFields(FormatFields, kw_only=True):
     least_confidence: Annotated[float | None, option_meta("least_confidence", extension=True)] = None
     overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
+    num_beams: Annotated[int | None, option_meta("num_beams", extension=True)] = None
+    beam_groups: Annotated[int | None, option_meta("beam_groups", extension=True)] = None
+    diversity_penalty: Annotated[float | None, option_meta("diversity_penalty", extension=True)] = None
+    length_penalty: Annotated[float | None, option_meta("length_penalty", extension=True)] = None
     repetition_penalty: Annotated[
         float | None, about("Extension. Another name of repeat_penalty, which other servers use.")
     ] = None

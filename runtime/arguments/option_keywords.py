@@ -36,6 +36,10 @@ class LoadKeywords(TypedDict, total=False):
 class GenerateKeywords(TypedDict, total=False):
     """The options of `GenerateOptions` by name."""
 
+    num_beams: int
+    beam_groups: int
+    diversity_penalty: float
+    length_penalty: float
     max_tokens: int | None
     stop: str | Sequence[str] | None
     temperature: float | None

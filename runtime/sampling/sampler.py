@@ -153,7 +153,7 @@ def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: in
     return np.random.Generator(generator).random(count)
 
 
-def _require_finite(largest: float) -> None:
+def require_finite(largest: float) -> None:
     """Check the largest logit, which is NaN if any is.
 
     Raises:
@@ -223,7 +223,7 @@ class Sampler:
             scores, mask = self._adjusted(logits), self._mask_here()
             # That of the first NaN, if there is one.
             token = int(scores.argmax()) if mask is None else mask.largest(scores, self._masked)
-            _require_finite(scores.item(token))
+            require_finite(scores.item(token))
             return token
         ids, weights = self._possible(logits)
         return int(ids[drawn_index(weights, uniform_at(self.params.seed, self.params.first_position + position))])
@@ -273,7 +273,7 @@ class Sampler:
         elif mask is not None:
             scores = mask.apply(scores, self._masked)
         largest = scores.max()
-        _require_finite(float(largest))
+        require_finite(float(largest))
         if 0 < params.top_k < scores.size:
             kept = largest_indices(scores, params.top_k, self._mask)
             ids, scores = ids[kept], scores[kept]
@@ -349,7 +349,7 @@ class BranchingSampler(Sampler):
         scores, mask = self._adjusted(logits), self._mask_here()
         if mask is not None:
             scores = mask.apply(scores, self._masked)
-        _require_finite(float(scores.max()))
+        require_finite(float(scores.max()))
         ids = largest_indices(scores, self._rank + 1, self._mask)
         ids = ids[scores[ids] > -math.inf]
         ranked = ids[np.argsort(-scores[ids], kind="stable")]

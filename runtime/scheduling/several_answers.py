@@ -23,6 +23,7 @@ from ..options import Request
 from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
 from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
+from ..strategies.search import RankingSearch
 from .request_queue import Chunks, RequestQueue, Ticket, TurnTaker
 from .request_run import Run
 from .turn_lock import POLL_S
@@ -195,7 +196,11 @@ class PromptAnswers:
         request, sequence = self._request, self._sequence
         options = request.options
         with sequence.lent_to_prefixes(request):
-            if request.sampling.greedy and not options.branch:
+            if isinstance(request.search, RankingSearch):
+                for index in range(options.n):
+                    for chunk in self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket)):
+                        yield replace(chunk, index=index)
+            elif request.sampling.greedy and not options.branch:
                 one = self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket))
                 yield from repeated(one, options.n)
             elif options.ranked:

@@ -1,0 +1,179 @@
+"""Searches: strategies that compare several continuations of a prompt, in the place of the decode loop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ...errors import InputError
+from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
+from ..graph.bound_graph import BoundGraph
+from ..prefill import Cancelled, prefill
+from ..sampling.logprobs import LogSoftmax, PositionLogprobs
+from ..sampling.sampler import Logits, Sampler, require_finite
+from ..sampling.token_mask import TokenConstraint
+from ..speculation.rounds import DraftOrigin, OriginKind
+from .forest import Forest
+
+
+class Continuation(NamedTuple):
+    """One continuation of the prompt."""
+
+    tokens: tuple[int, ...] = ()
+    """Its tokens, an end-of-sequence token included."""
+    finish: FinishReason | None = None
+    """Why it ended; None if it goes on."""
+    closed: bool = False
+    """Whether it stops without an end-of-sequence token, because nothing else could follow."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """Log-probabilities at the position of each token, if they were asked for."""
+
+    def step(self, passes: int) -> Step:
+        """The step of an answer that has these tokens after a number of passes."""
+        tokens = self.tokens[:-1] if self.finish is FinishReason.STOP and not self.closed else self.tokens
+        origins = (DraftOrigin(OriginKind.DECODED),) * len(tokens) if self.logprobs else ()
+        return Step(tokens, self.finish, passes, logprobs=self.logprobs, origins=origins, closed=self.closed)
+
+
+class SearchSampler(Sampler):
+    """A `Sampler` that also says what it chooses from."""
+
+    def scores(self, logits: Logits) -> Logits:
+        """The logits after penalties and biases, -infinity for tokens that may not come; valid until the next call."""
+        scores, mask = self._adjusted(logits), self._mask_here()
+        return scores if mask is None else mask.apply(scores, self._masked)
+
+
+@dataclass(frozen=True)
+class SearchRun:
+    """What a search works with. A path has the tokens behind those that the sampler has observed."""
+
+    forest: Forest
+    logits: Logits
+    """Logits float32 `[V]` after the prompt."""
+    sampler: SearchSampler
+    limits: DecodeLimits
+    most_tokens: int
+    """Largest number of tokens of the answer."""
+    constraint: TokenConstraint | None
+    log_softmax: LogSoftmax | None
+    """Computes log-probabilities; None if they were not asked for."""
+
+    def scores(self, path: Sequence[int], logits: Logits) -> Logits:
+        """Log-probabilities float32 `[V]` of the tokens after a path, valid until the next call.
+
+        They are changed as `SearchSampler.scores` changes logits: -infinity for tokens that may not come.
+        """
+        with self.sampler.rollback():
+            self.sampler.observe(path)
+            return self.sampler.scores(log_probabilities(logits))
+
+    def extended(self, path: Continuation, token: int, logits: Logits, width: int = 1) -> Continuation:
+        """A path and one more token, which was chosen by these logits; it ends where no `width` slots are left."""
+        finish, closed = FinishReason.STOP if token in self.limits.eos else None, False
+        if finish is None and self.constraint is not None:
+            with self.sampler.rollback():
+                self.sampler.observe(path.tokens)
+                closed = self.constraint.ends_with(token)
+        if finish is None and (len(path.tokens) + 1 >= self.most_tokens or self.forest.room < width):
+            finish = FinishReason.LENGTH
+        listed = () if self.log_softmax is None else (self.log_softmax.at(logits, token),)
+        return Continuation(
+            (*path.tokens, token), FinishReason.STOP if closed else finish, closed, (*path.logprobs, *listed)
+        )
+
+
+def log_probabilities(logits: Logits) -> Logits:
+    """Natural logarithms of the model's own probabilities, float32 `[V]`; sums are float64.
+
+    Raises:
+        EdgeError: some logits are NaN, or the largest is infinite.
+    """
+    largest = logits.max()
+    require_finite(float(largest))
+    shifted = logits - largest
+    logprobs: Logits = shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))
+    return logprobs
+
+
+class Search(ABC):
+    """A strategy that compares several continuations of a prompt."""
+
+    @abstractmethod
+    def steps(self, run: SearchRun) -> Iterator[Step]:
+        """Search, and yield the steps of the answer as soon as they are certain.
+
+        Raises:
+            Cancelled: the caller cancelled.
+        """
+
+
+class RankingSearch(Search):
+    """A search that finds the best answers; of others, each answer is a search with its own seed.
+
+    Args:
+        wanted: number of answers to find.
+
+    Attributes:
+        found: the answers that were found and not given yet, the best first.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.found: list[Continuation] = []
+        self._wanted: Final = wanted
+
+    @abstractmethod
+    def best(self, run: SearchRun) -> list[Continuation]:
+        """The best continuations, the best first."""
+
+    def steps(self, run: SearchRun) -> Iterator[Step]:
+        """Search, and yield the step of the best answer.
+
+        Raises:
+            InputError: there are fewer answers than wanted.
+        """
+        self.found = self.best(run)
+        if len(self.found) < self._wanted:
+            raise InputError(f"n is {self._wanted}, and {len(self.found)} answers are possible", "give a smaller n")
+        yield self.found.pop(0).step(run.forest.passes)
+
+
+def search_steps(
+    search: Search,
+    bound: BoundGraph,
+    prompt_ids: Sequence[int],
+    sampler: SearchSampler,
+    limits: DecodeLimits,
+    log_softmax: LogSoftmax | None,
+    constraint: TokenConstraint | None,
+    *,
+    answer_length: int = 0,
+) -> Generator[Step, None, None]:
+    """Prefill `prompt_ids` and search for a continuation; arguments, steps and errors as for `decode`.
+
+    The cache has slots of the answer's text alone afterwards.
+    """
+    if isinstance(search, RankingSearch) and search.found:  # by the search for an answer before
+        yield search.found.pop(0).step(0)
+        return
+    arena = bound.arena
+    check_prompt_fits(prompt_ids, arena.limit)
+    most_tokens = min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
+    prompt_length = len(prompt_ids) - answer_length
+    sampler.observe_prompt(prompt_ids[:prompt_length])
+    sampler.observe(prompt_ids[prompt_length:])
+    arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
+    forest = None
+    try:
+        logits, passes, readers = prefill(bound, prompt_ids, limits.cancelled, limits.progress)
+        yield Step((), target_passes=passes, prompt_readers=readers)
+        forest = Forest(bound, limits.cancelled)
+        yield from search.steps(SearchRun(forest, logits.copy(), sampler, limits, most_tokens, constraint, log_softmax))
+    except Cancelled:
+        yield Step((), FinishReason.CANCELLED, target_passes=0)
+    finally:
+        arena.rewind_to(min(arena.length, len(prompt_ids) if forest is None else forest.base + 1))
