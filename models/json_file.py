@@ -17,6 +17,10 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, cast, get_a
 from ..errors import EdgeError
 from .regular_file import MAX_JSON_BYTES, os_errors_as, read_regular
 
+MAX_COUNT: Final = (1 << 31) - 1
+"""Limit on integers, which the graph's operators store in 32 bits."""
+MAX_NUMBER: Final = 1e30
+"""Limit on real numbers; powers of larger ones overflow."""
 RecordT = TypeVar("RecordT")
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...errors import CheckpointError
-from ...models.json_file import is_finite, is_whole, read_json_object, shown
-
-MAX_COUNT: Final = (1 << 31) - 1
-"""Limit on integers, which the graph's operators store in 32 bits."""
-MAX_NUMBER: Final = 1e30
-"""Limit on real numbers; powers of larger ones overflow."""
+from ...models.json_file import MAX_COUNT, MAX_NUMBER, is_finite, is_whole, read_json_object, shown
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Reading safetensors weights of a checkpoint folder, some rows at a time.
 
-A safetensors file is a little-endian uint64 header length, a JSON header, and the bytes of the tensors. The library
-maps files into memory, where every page that was read stays resident. An export should need memory only for a part of
-one tensor, so this module uses plain file reads. It also reads bfloat16 without a NumPy extension type.
+An export should need memory only for a part of one tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
@@ -19,9 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CheckpointError
-from ...models.json_file import is_whole, parse_json_object, shown
+from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
-from ...models.regular_file import open_regular, os_errors_as
+from ...models.safetensors_file import (
+    DOWNLOAD_AGAIN,
+    ITEM_BYTES,
+    SafetensorsTensor,
+    read_safetensors,
+    require_finite,
+)
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
 from .source import (
@@ -29,50 +32,17 @@ from .source import (
     ModelSource,
     QuantizedRows,
     RowRange,
-    UInt8Array,
     ranges_of_rows,
-    read_bytes,
-    require_finite,
 )
 from .stacked_experts import ExpertStack, expert_part, float_stack, mxfp4_stack
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the supported float types."""
-_KNOWN_BYTES: Final = {**_ITEM_BYTES, "U8": 1, "I64": 8, "I32": 4, "BOOL": 1}
 _INTEGERS: Final[Mapping[str, np.dtype[np.signedinteger[Any]]]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 """Types of integer tensors."""
 _MXFP4_SUFFIX: Final = "_blocks"
 """Suffix of tensors with MXFP4 codes."""
-_MAX_HEADER_BYTES: Final = 100 << 20
-_MAX_DIMENSIONS: Final = 64
-_DOWNLOAD_AGAIN: Final = "download the checkpoint again"
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    def read(self, name: str, start: int, count: int) -> UInt8Array:
-        """Read bytes of the tensor."""
-        return read_bytes(self.file, self.offset + start, count, name, _DOWNLOAD_AGAIN)
-
-    def items(self, name: str, start: int, count: int) -> Float32Array:
-        """Read elements of the flattened tensor as float32."""
-        size = _ITEM_BYTES[self.dtype]
-        raw = self.read(name, start * size, count * size)
-        if self.dtype == "F32":
-            values = raw.view(np.float32)
-        elif self.dtype == "F16":
-            values = raw.view(np.float16).astype(np.float32)
-        else:  # bfloat16 is the upper half of a float32
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return require_finite(name, values, _DOWNLOAD_AGAIN)
 
 
 class Checkpoint(ModelSource):
@@ -93,9 +63,9 @@ class Checkpoint(ModelSource):
             CheckpointError: the folder has no safetensors weights, or a file is missing, truncated or malformed.
         """
         self.folder = folder
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, SafetensorsTensor] = {}
         for file in _weight_files(folder, single_file):
-            self._tensors.update(_read_header(file))
+            self._tensors.update(read_safetensors(file))
         self._renamed: Final = renamed is not None
         self._prefixes = (_prefixes(self._tensors),) if renamed is None else tuple(renamed)
 
@@ -107,7 +77,7 @@ class Checkpoint(ModelSource):
                 "config.json and the weights belong to different models",
             )
         dtype = "BF16" if self.has(f"{name}{_MXFP4_SUFFIX}") else self._find(name).dtype
-        if dtype not in _ITEM_BYTES:
+        if dtype not in ITEM_BYTES:
             raise CheckpointError(
                 f"{name} has type {dtype}", "supported are F32, F16 and BF16: export the float checkpoint"
             )
@@ -128,7 +98,7 @@ class Checkpoint(ModelSource):
         """
         tensor = self._find(name)
         if tensor.dtype not in _INTEGERS:
-            raise CheckpointError(f"{name} has type {tensor.dtype}, not integers", _DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{name} has type {tensor.dtype}, not integers", DOWNLOAD_AGAIN)
         dtype = _INTEGERS[tensor.dtype]
         raw = tensor.read(name, 0, math.prod(tensor.shape) * dtype.itemsize)
         values: npt.NDArray[np.int64] = raw.view(dtype).astype(np.int64).reshape(tensor.shape)
@@ -147,7 +117,7 @@ class Checkpoint(ModelSource):
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a matrix as float32."""
         if (stack := self._stack(rows.name)) is not None:
-            return require_finite(rows.name, stack.read_rows(rows.start, rows.stop), _DOWNLOAD_AGAIN)
+            return require_finite(rows.name, stack.read_rows(rows.start, rows.stop), DOWNLOAD_AGAIN)
         tensor = self._find(rows.name)
         columns = tensor.shape[1]
         count = (rows.stop - rows.start) * columns
@@ -175,12 +145,12 @@ class Checkpoint(ModelSource):
             blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
             valid = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
             if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
-                raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", _DOWNLOAD_AGAIN)
+                raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", DOWNLOAD_AGAIN)
             experts, rows, row_blocks, _ = blocks.shape
             return mxfp4_stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
         tensor = self._find(name)
         # A tensor of stacked experts is named like a module, a convolution's kernels like a weight.
-        if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in _ITEM_BYTES:
+        if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
         return float_stack(experts, rows, columns, partial(tensor.items, name))
@@ -191,29 +161,29 @@ class Checkpoint(ModelSource):
                 return stored + name.removeprefix(standard)
         return name
 
-    def _find(self, name: str) -> _Tensor:
+    def _find(self, name: str) -> SafetensorsTensor:
         tensor = self._tensors.get(self._stored_name(name)) or self._one_expert(name)
         if tensor is None:
             shown_name = self._stored_name(name) if self._renamed else name
             raise CheckpointError(
-                f"{self.folder} lacks the tensor {shown_name}", "the checkpoint is incomplete: " + _DOWNLOAD_AGAIN
+                f"{self.folder} lacks the tensor {shown_name}", "the checkpoint is incomplete: " + DOWNLOAD_AGAIN
             )
         return tensor
 
-    def _one_expert(self, name: str) -> _Tensor | None:
+    def _one_expert(self, name: str) -> SafetensorsTensor | None:
         """The matrix of one expert in a tensor of all experts of a layer; None where there is none."""
         if (found := expert_part(self._stored_name(name))) is None:
             return None
         names, expert, part, parts = found
         stack = next((self._tensors[each] for each in names if each in self._tensors), None)
-        if stack is None or len(stack.shape) != 3 or stack.dtype not in _ITEM_BYTES:
+        if stack is None or len(stack.shape) != 3 or stack.dtype not in ITEM_BYTES:
             return None
         experts, all_rows, columns = stack.shape
         rows, rest = divmod(all_rows, parts)
         if rest or expert >= experts:
             return None
-        start = (expert * parts + part) * rows * columns * _ITEM_BYTES[stack.dtype]
-        return _Tensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
+        start = (expert * parts + part) * rows * columns * ITEM_BYTES[stack.dtype]
+        return SafetensorsTensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
 
 
 def _prefixes(names: Collection[str]) -> tuple[str, str]:
@@ -233,14 +203,14 @@ def _weight_files(folder: Path, single_file: str) -> list[Path]:
     if (index := folder / INDEX_FILE).is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise CheckpointError(f"{index} has no weight_map", _DOWNLOAD_AGAIN)
+            raise CheckpointError(f"{index} has no weight_map", DOWNLOAD_AGAIN)
         names = sorted(set(weight_map.values()))
         for name in names:
             if PureWindowsPath(name).name != name:  # Windows paths split at the separators of every system
-                raise CheckpointError(f"{index} names a file outside the checkpoint: {shown(name)}", _DOWNLOAD_AGAIN)
+                raise CheckpointError(f"{index} names a file outside the checkpoint: {shown(name)}", DOWNLOAD_AGAIN)
         for name in names:
             if not os.path.isfile(folder / name):  # Path.is_file raises for names that are too long
-                raise CheckpointError(f"shard {name} is missing from {folder}", _DOWNLOAD_AGAIN)
+                raise CheckpointError(f"shard {name} is missing from {folder}", DOWNLOAD_AGAIN)
         return [folder / name for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise CheckpointError(
@@ -248,51 +218,3 @@ def _weight_files(folder: Path, single_file: str) -> list[Path]:
             "save the checkpoint as safetensors (save_pretrained with safe_serialization=True)",
         )
     raise CheckpointError(f"{folder} does not contain {single_file}", "give the folder of a Hugging Face checkpoint")
-
-
-def _read_header(path: Path) -> dict[str, _Tensor]:
-    with os_errors_as(CheckpointError, f"{path} cannot be read", _DOWNLOAD_AGAIN), open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path} is truncated or not a safetensors file", _DOWNLOAD_AGAIN)
-        text = file.read(length)
-    try:
-        header = parse_json_object(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path} has a damaged header: it {error}", _DOWNLOAD_AGAIN) from error
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            tensor, stop = _read_entry(path, entry, 8 + length)
-        except ValueError as error:
-            raise CheckpointError(f"{path} has a damaged header: {name} {error}", _DOWNLOAD_AGAIN) from error
-        if stop > size:
-            raise CheckpointError(f"{path} is truncated: {name} extends beyond its {size} bytes", _DOWNLOAD_AGAIN)
-        tensors[name] = tensor
-    return tensors
-
-
-def _read_entry(path: Path, entry: object, start_of_data: int) -> tuple[_Tensor, int]:
-    """Parse a tensor's header entry; returns the tensor and the position of its end in the file."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"is {shown(entry)}")
-    dtype, shape, offsets = entry.get("dtype"), _counts(entry, "shape"), _counts(entry, "data_offsets")
-    if not isinstance(dtype, str):
-        raise ValueError(f"has the dtype {shown(dtype)}")
-    if len(shape) > _MAX_DIMENSIONS or len(offsets) != 2:
-        raise ValueError(f"has {len(shape)} dimensions and {len(offsets)} offsets")
-    start, stop = offsets
-    item = _KNOWN_BYTES.get(dtype)
-    if start > stop or (item is not None and stop - start != item * math.prod(shape)):
-        raise ValueError(f"has bytes {shown(start)} to {shown(stop)} for shape {shown(shape)}")
-    return _Tensor(path, dtype, tuple(shape), start_of_data + start), start_of_data + stop
-
-
-def _counts(entry: Mapping[str, Any], name: str) -> list[int]:
-    value = entry.get(name)
-    if not isinstance(value, list) or not all(is_whole(item, 0) for item in value):
-        raise ValueError(f"has the {name} {shown(value)}")
-    return value

@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CheckpointError
 from ...models.manifest import WeightFormat
-from ...models.regular_file import os_errors_as
 
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
+
 _WORKERS: Final = 2
 _CHUNK_WEIGHTS: Final = 1 << 20
 _Part = TypeVar("_Part")
@@ -126,31 +125,6 @@ def ranges_of_rows(name: str, rows: int, columns: int) -> Iterator[RowRange]:
     step = max(1, _CHUNK_WEIGHTS // columns)
     for start in range(0, rows, step):
         yield RowRange(name, start, min(start + step, rows))
-
-
-def read_bytes(file: Path, offset: int, count: int, name: str, hint: str) -> UInt8Array:
-    """Read bytes of the tensor `name` without mapping the file, whose pages would stay in memory.
-
-    Raises:
-        CheckpointError: the file cannot be read or is too short; `hint` says what to do.
-    """
-    with os_errors_as(CheckpointError, f"{file} cannot be read", hint), file.open("rb", buffering=0) as opened:
-        opened.seek(offset)
-        raw = np.fromfile(opened, np.uint8, count)
-    if raw.size != count:
-        raise CheckpointError(f"{file} ended inside {name}", hint)
-    return raw
-
-
-def require_finite(name: str, values: Float32Array, hint: str) -> Float32Array:
-    """Return the weights of the tensor `name` if all are finite.
-
-    Raises:
-        CheckpointError: some are not; `hint` says what to do.
-    """
-    if not np.isfinite(values).all():
-        raise CheckpointError(f"{name} holds NaN or infinite weights", hint)
-    return values
 
 
 def in_order(work: Callable[[_Part], _Result], parts: Iterable[_Part]) -> Iterator[_Result]:

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...models.gguf_header import GgufHeader
 from ...models.manifest import MIN_CONTEXT
-from .gguf_header import GgufHeader
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 """Supported general.architecture values, which are also the model_type; Mistral and SmolLM files say llama."""

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import CheckpointError, InputError
+from ...models.gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from ...models.manifest import WeightFormat
+from ...models.safetensors_file import read_bytes, require_finite
 from ..checkpoint.layout import EMBEDDING, HEAD
 from ..checkpoint.source import (
     Float32Array,
@@ -21,11 +23,8 @@ from ..checkpoint.source import (
     RowRange,
     UInt8Array,
     ranges_of_rows,
-    read_bytes,
-    require_finite,
 )
 from .config_json import ROPE_FACTORS, architecture, config_settings
-from .gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from .gguf_tokenizer import GgufTokenizer
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 

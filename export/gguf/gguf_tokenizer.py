@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 from tokenizers import Tokenizer
 
+from ...models.gguf_header import GgufHeader
 from ...models.json_file import shown
 from ...runtime.text.tokenizer_library import failures_as
-from .gguf_header import GgufHeader
 
 _SPACE: Final = "\u2581"
 """The character that SentencePiece writes for a space."""

@@ -18,7 +18,7 @@ from edgerun.export.checkpoint.layout import expected_tensors
 from edgerun.export.checkpoint.open import require_tokenizer
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
-from edgerun.export.gguf.gguf_header import read_gguf_header
+from edgerun.models.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf
 from support.nightly import examples
 from support.tiny_models import exported, write_checkpoint

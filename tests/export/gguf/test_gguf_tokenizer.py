@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from edgerun.errors import CheckpointError
-from edgerun.export.gguf.gguf_header import GgufHeader
 from edgerun.export.gguf.gguf_tokenizer import PRE_TOKENIZERS, GgufTokenizer
+from edgerun.models.gguf_header import GgufHeader
 from support.gguf_files import tokenizer_metadata
 from support.shared_data import data_path
 from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_json

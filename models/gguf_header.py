@@ -18,10 +18,9 @@ from typing import BinaryIO, Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...errors import CheckpointError
-from ...models.json_file import is_finite, is_whole, shown
-from ...models.regular_file import open_regular
-from ..checkpoint.json_fields import MAX_COUNT, MAX_NUMBER
+from ..errors import CheckpointError
+from .json_file import MAX_COUNT, MAX_NUMBER, is_finite, is_whole, shown
+from .regular_file import open_regular
 
 Scalar = int | float | bool | str
 Value = Scalar | list[Scalar]
