@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import ContextError, TemplateError
 from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, Step, decode
-from .graph.bound_graph import BoundGraph
+from .graph.bound_graph import BoundGraph, Steering
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
 from .kv.arena import KVArena
@@ -72,6 +72,16 @@ class CachedSequence:
         finally:
             prefixes.unwatch(self)
             prefixes.keep(self.arena, self.token_ids, request.kept_tokens(self.token_ids))
+
+    def steer(self, steering: Steering | None) -> None:
+        """Let passes have an adapter or a control vector from now on; slots that were computed otherwise are dropped.
+
+        Raises:
+            EdgeError: the graph that takes them cannot be loaded.
+        """
+        if steering != self.bound.steering:
+            self.arena.rewind_to(0)
+            self.bound.steered(steering)
 
     def continue_with(self, prompt_ids: Sequence[int]) -> int:
         """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""

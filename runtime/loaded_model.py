@@ -84,8 +84,7 @@ class LoadedModel:
         self._progress = progress
         self._config = config
         self._uses_cache = options.cache
-        prefill = PrefillMode(options.prefill)
-        graph = open_graph(bundle, config, cache=options.cache, prefill=prefill)
+        graph = open_graph(bundle, config, cache=options.cache, prefill=PrefillMode(options.prefill), steering=options)
         self._graph: DecoderGraph | None = graph
         self._feature_size = graph.graph_io.feature_size if draft is not None and draft.pair.head is not None else None
         self.graph_io: Final = graph.graph_io
@@ -185,7 +184,8 @@ class LoadedModel:
         """A new sequence with a copy of the first `slots` slots of another."""
         arena = self.new_arena()
         arena.copy_from(sequence.arena, slots)
-        return CachedSequence(self._open_graph().bind(arena), sequence.token_ids[:slots], self._progress)
+        bound = self._open_graph().bind(arena).steered(sequence.bound.steering)
+        return CachedSequence(bound, sequence.token_ids[:slots], self._progress)
 
     def cache_bytes(self, prompt_tokens: int, options: GenerateOptions) -> int:
         """Bytes of the KV caches that the answers to a prompt are expected to fill at a time."""
@@ -255,6 +255,7 @@ class LoadedModel:
         check_prompt_fits(prompt_ids, self.context)
         search = search_of(options, self.graph_io)
         options = options if search is None else replace(options, speculation=Speculation.OFF)
+        self._open_graph().steering(options)
         return Request(
             prompt_ids,
             options,
@@ -291,7 +292,7 @@ class LoadedModel:
 
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
-                continued = self.continued_prefix(request.prompt_ids, exact=options.exact)
+                continued = self.continued_prefix(request.prompt_ids, options)
                 return PromptAnswers(self, request, continued, ticket).chunks()
             return self.generate(sequence, request, partial(self.queue.yield_turn, ticket))
 
@@ -336,10 +337,9 @@ class LoadedModel:
             raise InputError("a recorded answer has a start of its own", "leave answer_start out")
         if min(answer_ids) < 0 or max(answer_ids) >= self.graph_io.vocab_size:
             raise InputError("the recorded answer has tokens that the model does not", "record it with this model")
-        max_tokens = min(len(answer_ids), options.max_tokens or len(answer_ids))
         recording = Recording(tuple(answer_ids), oracle_mode)
         grammar = self._formats.compile(options.response_format)
-        options = replace(options, max_tokens=max_tokens)
+        options = replace(options, max_tokens=min(len(answer_ids), options.max_tokens or len(answer_ids)))
         request = Request(prompt_ids, options, options.sampling(self.defaults), recording=recording, grammar=grammar)
         return AnswerStream(
             self.queue,
@@ -354,8 +354,8 @@ class LoadedModel:
         """
         if request.options.grammar_aligned > 1 and request.futures is None:
             return self._aligned(sequence, request, cancelled)
-        if sequence is None:
-            sequence = self.continued_prefix(request.prompt_ids, exact=request.options.exact)
+        sequence = sequence or self.continued_prefix(request.prompt_ids, request.options)
+        sequence.steer(self._open_graph().steering(request.options))
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
 
     def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
@@ -367,12 +367,14 @@ class LoadedModel:
 
         return generate_aligned(generate, request)
 
-    def continued_prefix(self, prompt_ids: Sequence[int], *, exact: bool = False) -> CachedSequence:
+    def continued_prefix(self, prompt_ids: Sequence[int], options: GenerateOptions) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
+        graph = self._open_graph()
+        prefixes = self.prefixes.of(steering := graph.steering(options))
         # What another request has computed may differ in the last bits, so exact answers start afresh.
-        arena = self.prefixes.take(() if exact else prompt_ids)
-        token_ids = list(prompt_ids[: arena.length])
-        return CachedSequence(self._open_graph().bind(arena), token_ids, self._progress, self.prefixes)
+        arena = prefixes.take(() if options.exact else prompt_ids)
+        bound = graph.bind(arena).steered(steering)
+        return CachedSequence(bound, list(prompt_ids[: arena.length]), self._progress, prefixes)
 
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""

@@ -14,6 +14,7 @@ from ..models.variants import GENAI_CONFIG
 from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .arguments.search_options import SearchOptions
+from .arguments.steering_options import SteeringOptions
 from .kv.prefix_cache import shared_tokens
 from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
@@ -46,7 +47,7 @@ _LARGEST = 1e30
 
 @documented
 @dataclass(frozen=True)
-class GenerateOptions(SearchOptions):
+class GenerateOptions(SearchOptions, SteeringOptions):
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = option(

@@ -93,7 +93,7 @@ def _reading(model: LoadedModel, token_ids: Sequence[int], cancelled: Callable[[
     """
     queue, taker = model.queue, TurnTaker()
     with queue.turn_of(taker):
-        sequence = model.continued_prefix(token_ids)
+        sequence = model.continued_prefix(token_ids, GenerateOptions())
         try:
             yield _Reading(sequence, lambda: queue.yield_turn(taker) or cancelled())
         except Cancelled:

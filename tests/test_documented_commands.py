@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import numpy as np
 import pytest
 
 pytest.importorskip("onnx", reason="needs the export extra")
@@ -23,6 +24,7 @@ pytest.importorskip("llguidance", reason="needs the structured extra")
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
+from support.adapters import write_adapter, write_control_vector
 from support.encoders import write_encoder
 from support.gguf_files import write_gguf
 from support.hub_server import HubServer, files_of, own_hub
@@ -116,6 +118,10 @@ def write_files(folder: Path) -> None:
     scratch = folder / "scratch"
     write_calling_bundle(scratch / "calling", context=8192)
     export_checkpoint(scratch / "calling" / "checkpoint", folder / "my-model", ExportRecipe(INT8))
+    for name in ("sql-adapter", "polite-adapter"):
+        write_adapter(folder / name, scratch / "calling" / "checkpoint")
+    hidden_size = json.loads((scratch / "calling" / "checkpoint" / "config.json").read_bytes())["hidden_size"]
+    write_control_vector(folder / "calm.gguf", {1: np.ones(hidden_size, np.float32)})
     shutil.copytree(folder / "my-model", folder / "other-model")
     recipe = ExportRecipe(FP32, hidden_states=True)
     shutil.copytree(write_bundle(scratch / "hidden", weights=recipe), folder / "my-embedding-model")

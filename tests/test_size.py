@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_007, 127, 266),
-    "export": (15_380, 130, 178),
-    "runtime": (19_961, 182, 300),
-    "models": (2_939, 27, 34),
+    "edge": (15_010, 127, 266),
+    "export": (15_099, 129, 173),
+    "runtime": (20_380, 188, 306),
+    "models": (3_230, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 21_374, "edge.cli.run": 22_709}
+CLOSURES = {"runtime.decode": 3_829, "runtime.engine": 22_084, "edge.cli.run": 23_419}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

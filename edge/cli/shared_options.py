@@ -142,14 +142,14 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float]:
 
 
 _WRITTEN: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("stop", "logit_bias"), list[str] | None),
+    **dict.fromkeys(("stop", "logit_bias", "lora", "control_vectors"), list[str] | None),
     **dict.fromkeys(("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab"), str | None),
     **dict.fromkeys(("speculation", "draft"), str),
     "tokenizer": Path | None,
 }
 """Types that options are written in, where the types of their fields cannot be."""
 _PARSERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "stop": tuple,
+    **dict.fromkeys(("stop", "lora", "control_vectors"), tuple),
     "logit_bias": _logit_bias,
     "prefix_cache": lambda size: parse_bytes(size, "--prefix-cache"),
     "prefix_disk": lambda size: parse_bytes(size, "--prefix-disk"),

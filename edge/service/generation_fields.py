@@ -91,6 +91,9 @@ class SamplingFields(FormatFields, kw_only=True):
     repeat_penalty: Annotated[float | None, option_meta("repeat_penalty", extension=True)] = None
     ignore_eos: Annotated[bool | None, option_meta("ignore_eos", extension=True)] = None
     least_confidence: Annotated[float | None, option_meta("least_confidence", extension=True)] = None
+    adapter: Annotated[str | None, option_meta("adapter", extension=True)] = None
+    control: Annotated[str | None, option_meta("control", extension=True)] = None
+    control_strength: Annotated[float | None, option_meta("control_strength", extension=True)] = None
     overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     num_beams: Annotated[int | None, option_meta("num_beams", extension=True)] = None

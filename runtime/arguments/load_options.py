@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,6 +112,19 @@ class LoadOptions(OptionRecord):
         "npu, or the name of an execution provider. On another device than the model's it drafts while the model "
         "verifies. Example: --device gpu --draft-device cpu",
         metavar="NAME",
+    )
+    lora: Sequence[str] = option(
+        (),
+        "LoRA adapter of the PEFT library, a folder, and the name by which answers ask for it; several may be given. "
+        "On the CPU, for models that edge-run exported. Example: --lora sql=./sql-adapter --adapter sql",
+        metavar="NAME=PATH",
+    )
+    control_vectors: Sequence[str] = option(
+        (),
+        "Control vector, a GGUF file in the form of llama.cpp, and the name by which answers ask for "
+        "it; several may be given. Example: --control-vector calm=calm.gguf --control calm",
+        flags=("--control-vector",),
+        metavar="NAME=PATH",
     )
     history: bool = option(False, "Keep conversations on disk, and draft from earlier ones.")
     learned: bool = option(True, "Keep in the cache what drafters learn from answers; off for repeatable measurements.")

@@ -27,6 +27,8 @@ class LoadKeywords(TypedDict, total=False):
     tokenizer: str | os.PathLike[str] | None
     draft: str | os.PathLike[str] | None
     draft_device: str
+    lora: Sequence[str]
+    control_vectors: Sequence[str]
     history: bool
     learned: bool
     parallel: int
@@ -36,6 +38,9 @@ class LoadKeywords(TypedDict, total=False):
 class GenerateKeywords(TypedDict, total=False):
     """The options of `GenerateOptions` by name."""
 
+    adapter: str | None
+    control: str | None
+    control_strength: float
     num_beams: int
     beam_groups: int
     diversity_penalty: float

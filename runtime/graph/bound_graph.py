@@ -7,8 +7,9 @@ several graphs of one model. Everything outside this package is written against 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,18 @@ class NewTokens(NamedTuple):
     """Indices of the tokens whose logits to return."""
     positions: npt.ArrayLike | None = None
     tree_mask: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class Steering:
+    """An adapter and a control vector; equal to another if their names and the strength are."""
+
+    adapter: str | None
+    control: str | None
+    strength: float
+    """Factor on the control vector."""
+    inputs: Mapping[str, Floats] = field(compare=False, repr=False)
+    """The inputs of the graph that takes them, by their names."""
 
 
 class OtherTexts(NamedTuple):
@@ -58,6 +71,7 @@ class BoundGraph(Protocol):
             round differently.
         shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
             rounds as a wider pass does, which exact answers and measurements must not.
+        steering: what steers the passes; see `steered`.
         others: what else ran in the last pass.
         last_graph: name of the graph that ran the last pass: `BASE_GRAPH`, or that of a further graph.
     """
@@ -67,12 +81,18 @@ class BoundGraph(Protocol):
     whole_logits: bool = True
     prefers_base: bool = False
     shares_passes: bool = False
+    steering: Steering | None = None
     others: OtherTexts = ALONE
     last_graph: str = BASE_GRAPH
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena of the same tensor types from now on."""
         self.arena = arena
+
+    def steered(self, steering: Steering | None) -> Self:
+        """Let passes have an adapter or a control vector from now on, or None for neither; returns itself."""
+        self.steering = steering
+        return self
 
     def release_shared(self) -> None:
         """Let go of what shared passes hold of the caches of their texts, because the answer has ended."""

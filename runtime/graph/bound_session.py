@@ -7,7 +7,7 @@ logits, some let new tokens after a cache attend to each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -84,6 +84,11 @@ class BoundSession(BoundGraph):
     def observe(self, name: str, array: npt.NDArray[Any]) -> None:
         """Let every pass also write an output of the graph, whose shape does not change, to `array`."""
         self._io.bind_ortvalue_output(name, wrapped(array))
+
+    def supply(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Let every pass read further inputs of the graph from arrays, which the caller keeps."""
+        for name, array in inputs.items():
+            self._io.bind_ortvalue_input(name, wrapped(array))
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, given the `preferred` number and those that are left.

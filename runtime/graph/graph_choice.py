@@ -13,18 +13,21 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from threading import Lock
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 import numpy.typing as npt
 
 from ...errors import EdgeError
+from ..arguments.steering_options import SteeringOptions
 from ..kv.arena import KVArena
-from .bound_graph import BoundGraph, NewTokens
+from .bound_graph import BoundGraph, NewTokens, Steering
 from .bound_session import BoundSession
 from .graph_io import BASE_GRAPH, Floats, GraphIO, InputRole
 from .session import DecoderGraph, GraphSession
 from .shared_passes import Gather, SharedPasses
 
+STEERED: Final = "steered"
+"""Name of the further graph that takes adapters and control vectors."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -58,6 +61,11 @@ class FurtherGraph(ABC):
         """
         del base, remaining
         return preferred
+
+    def steering(self, options: SteeringOptions) -> Steering | None:
+        """As `DecoderGraph.steering`; None for a graph that takes no such inputs."""
+        del options
+        return None
 
     @abstractmethod
     def load(self) -> GraphSession | None:
@@ -118,6 +126,11 @@ class ChosenGraphs(DecoderGraph):
         """Let texts share the passes of the model's own graph, and of others that say so."""
         self._shared = self._base.share_passes(texts, gather)
         return self._shared
+
+    def steering(self, options: SteeringOptions) -> Steering | None:
+        """The adapter and the control vector of an answer; None for the model itself."""
+        found = (each.steering(options) for each in self.further)
+        return next(filter(None, found), None) or super().steering(options)
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache, which all graphs extend."""
@@ -188,6 +201,8 @@ class ChosenSession(BoundGraph):
         required = tuple(graph for graph in graphs.further if graph.required)
         self._further: Final = {False: required if prefers_base else graphs.further, True: required}
         """The further graphs that may take a pass, by the value of `prefers_base` when it runs."""
+        self._own = base
+        """The graph that runs what no further graph takes: the base graph, or the one that takes adapters."""
 
     def use(self, arena: KVArena) -> None:
         """Run over another arena, in all graphs, from now on."""
@@ -195,21 +210,33 @@ class ChosenSession(BoundGraph):
         for bound in (self._base, *self._bound.values()):
             bound.use(arena)
 
+    def steered(self, steering: Steering | None) -> Self:
+        """Let all passes run in the graph that takes adapters and control vectors, or with None in the others.
+
+        Raises:
+            EdgeError: it cannot be loaded.
+        """
+        self.steering, self._own = steering, self._base
+        if steering is not None and (steered := self.further(STEERED)) is not None:
+            steered.supply(steering.inputs)
+            self._own = steered
+        return self
+
     def release_shared(self) -> None:
         """Let go of what shared passes hold of the caches of their texts."""
         self._base.release_shared()
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
-        for graph in self._further[self.prefers_base]:
+        for graph in self._takers:
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
-        return self._base.prefill_width(preferred, remaining)
+        return self._own.prefill_width(preferred, remaining)
 
     def run(self, new: NewTokens) -> Floats:
         """Run a pass in the first graph that takes it."""
-        bound, base = self._base, self.arena.length
+        bound, base = self._own, self.arena.length
         self.last_graph = BASE_GRAPH
-        for graph in self._further[self.prefers_base]:
+        for graph in self._takers:
             takes = graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
@@ -224,13 +251,18 @@ class ChosenSession(BoundGraph):
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.
-        self.arena.is_plain = bound is self._base
+        self.arena.is_plain = bound is self._own
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
             new = new._replace(positions=None, tree_mask=None)
         logits = bound.run(new)
         self.others = bound.others
         return logits
+
+    @property
+    def _takers(self) -> Sequence[FurtherGraph]:
+        """The further graphs that may take the next pass."""
+        return self._further[self.prefers_base] if self._own is self._base else ()
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass of the base graph, and return hidden states of the `wanted` tokens."""

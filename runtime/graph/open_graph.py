@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ...errors import BundleError
+from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.user_text import format_bytes
@@ -21,6 +21,9 @@ from .packed_files import prepacked_graph
 from .probe import ProbeResult
 from .session import DecoderGraph, GraphSession, SessionConfig
 
+if TYPE_CHECKING:
+    from ..arguments.load_options import LoadOptions
+
 _HELD_TWICE_BYTES: Final = 64 << 20
 """Weights of models that are not packed, below which a second graph may hold its own copy of them."""
 _SMALL_MODEL_BYTES: Final = 64 << 20
@@ -29,7 +32,12 @@ _PROBES: Final = MeasurementStore("probes", 2, ProbeResult)
 
 
 def open_graph(
-    bundle: Bundle, config: SessionConfig, *, cache: bool, prefill: PrefillMode = PrefillMode.PLAIN
+    bundle: Bundle,
+    config: SessionConfig,
+    *,
+    cache: bool,
+    prefill: PrefillMode = PrefillMode.PLAIN,
+    steering: LoadOptions | None = None,
 ) -> DecoderGraph:
     """Load the graph of a model.
 
@@ -39,11 +47,17 @@ def open_graph(
         cache: whether to keep on disk weights packed for this machine, the GPU's form of the graph, the result of
             probing it, and the comparison of a device with the CPU.
         prefill: which graph reads prompts, where the model can have one for them; see `prompt_graph_obstacle`.
+        steering: which adapters and control vectors answers may ask for; None for none.
 
     Raises:
         BundleError: it is not a model that edge-run can decode with.
         DeviceError: the device cannot run the model, or runs it wrongly.
+        InputError: the model cannot have such adapters or control vectors.
     """
+    steers = steering is not None and bool(steering.lora or steering.control_vectors)
+    if steers and config.device.provider != CPU_PROVIDER:
+        what = f"adapters and control vectors work on the CPU alone, not on {config.device}"
+        raise InputError(what, "add --device cpu")
     if config.device.kind is DeviceKind.NPU:
         from .static_variants import StaticGraphs  # noqa: PLC0415 -- as below
 
@@ -64,9 +78,7 @@ def open_graph(
     if config.device.kind is DeviceKind.GPU:
         graph = open_gpu_form(bundle, config, metadata, cache=cache)
     else:
-        file = graph_to_load(bundle, config, cache=cache)
-        own = GraphSession(file, config, metadata, model=joined_graph(bundle))
-        graph = own if bundle.embedding else _with_further_graphs(own, file, bundle, metadata, prefill, cache)
+        graph = _open_on_cpu(bundle, config, metadata, prefill, steering if steers else None, cache=cache)
     if cache and graph.probe_result is not None and graph.probe_result != stored:
         _PROBES.save(key, graph.probe_result)
     if config.device.provider != CPU_PROVIDER:
@@ -108,10 +120,33 @@ def joined_graph(bundle: Bundle) -> bytes | None:
     return with_embedding(bundle.graph, bundle.embedding)
 
 
-def _with_further_graphs(
-    base: GraphSession, file: Path, bundle: Bundle, metadata: ModelMetadata, prefill: PrefillMode, cache: bool
+def _open_on_cpu(
+    bundle: Bundle,
+    config: SessionConfig,
+    metadata: ModelMetadata,
+    prefill: PrefillMode,
+    steering: LoadOptions | None,
+    *,
+    cache: bool,
 ) -> DecoderGraph:
-    """The model's own graph on the CPU, loaded from `file`, with the further graphs that it can have."""
+    """Load the model's own graph, with the further graphs that it can have."""
+    file = graph_to_load(bundle, config, cache=cache)
+    own = GraphSession(file, config, metadata, model=joined_graph(bundle))
+    further = [] if bundle.embedding else _further_graphs(own, file, bundle, metadata, prefill, cache)
+    if steering is None:
+        return ChosenGraphs(own, further) if further else own
+    from ..steering.steered_graph import SteeredGraph  # noqa: PLC0415 -- importing protobuf takes 28 ms
+
+    steered = SteeredGraph(bundle, file, own, metadata, steering)
+    graphs = ChosenGraphs(own, [steered, *further])
+    graphs.bind_further(steered, own.arena(1))  # what is wrong with it shows now
+    return graphs
+
+
+def _further_graphs(
+    base: GraphSession, file: Path, bundle: Bundle, metadata: ModelMetadata, prefill: PrefillMode, cache: bool
+) -> list[FurtherGraph]:
+    """The further graphs that the model's own graph on the CPU can have, loaded from `file`."""
     further: list[FurtherGraph] = []
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
@@ -125,7 +160,7 @@ def _with_further_graphs(
 
         if bundle.context is None or bundle.context > LEAST_CONTEXT:
             further.append(LongContextGraph(bundle, file, base, metadata, cache=cache))
-    return ChosenGraphs(base, further) if further else base
+    return further
 
 
 def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bool:

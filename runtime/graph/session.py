@@ -13,9 +13,10 @@ import numpy as np
 import onnxruntime as ort
 import psutil
 
-from ...errors import BundleError, EdgeError
+from ...errors import BundleError, EdgeError, InputError
 from ...models.onnx_file.wire import external_files
 from ...models.user_folders import cache_folder
+from ..arguments.steering_options import SteeringOptions
 from ..devices.device_lock import device_lock
 from ..devices.processor import Power
 from ..devices.providers import CPU_PROVIDER, Device, add_device
@@ -24,7 +25,7 @@ from ..kv.buffers import StackedBuffers
 from ..kv.cache_scales import CacheScales, KVFormat
 from ..kv.device_buffers import SlotGraphs
 from ..kv.growing import GrowingArena
-from .bound_graph import BoundGraph
+from .bound_graph import BoundGraph, Steering
 from .bound_session import BoundSession
 from .device_loading import Assignments, load_on_device
 from .device_session import DeviceSession
@@ -106,6 +107,17 @@ class DecoderGraph(Protocol):
         """
         del texts, gather
         return f"passes of several texts run on the CPU alone, not on {self.config.device}"
+
+    def steering(self, options: SteeringOptions) -> Steering | None:
+        """The adapter and the control vector of an answer; None for the model itself.
+
+        Raises:
+            InputError: the graph was opened without them.
+        """
+        if (name := options.adapter or options.control) is None:
+            return None
+        hint = "load it with --lora NAME=PATH or --control-vector NAME=PATH"
+        raise InputError(f"the answer asks for {name!r:.100}, and the model was loaded without", hint)
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""

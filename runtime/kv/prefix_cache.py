@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -87,14 +87,21 @@ class PrefixCache:
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
         """The sequences of all caches with one budget, the least recently used first."""
+        self._by_key: weakref.WeakValueDictionary[Hashable, PrefixCache] = weakref.WeakValueDictionary()
         self._open: weakref.WeakSet[OpenSequence] = weakref.WeakSet()
         self._open_lock = threading.Lock()
 
-    def of_draft(self, new_arena: Callable[[], KVArena]) -> PrefixCache:
-        """A cache for the sequences of a draft model, within the budget of this one and in memory alone."""
+    def beside(self, new_arena: Callable[[], KVArena]) -> PrefixCache:
+        """A cache for sequences whose slots differ, of a draft model or an adapter, within the budget of this one and
+        in memory alone."""
         cache = PrefixCache(new_arena, self.max_bytes)
         cache._kept = self._kept
         return cache
+
+    def of(self, key: Hashable | None) -> PrefixCache:
+        """The cache for sequences with that key, whose slots differ; None for this one."""
+        # It lives as long as a sequence that it keeps or that is in use.
+        return self if key is None else self._by_key.setdefault(key, self.beside(self._new_arena))
 
     def __len__(self) -> int:
         """Number of kept sequences."""

@@ -157,7 +157,7 @@ def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTar
             "put its d2t.npy beside the graph",
         )
     limit = min(target.context, bundle.context or target.context)
-    own_prefixes = None if target.prefixes is None else target.prefixes.of_draft(lambda: session.arena(limit))
+    own_prefixes = None if target.prefixes is None else target.prefixes.beside(lambda: session.arena(limit))
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), target)
     return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, own_prefixes)
 

@@ -1,0 +1,1 @@
+"""Steering: LoRA adapters and control vectors, chosen by each request."""

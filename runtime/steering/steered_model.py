@@ -1,0 +1,162 @@
+"""Rewrites a decoder graph to take LoRA adapters and control vectors as inputs.
+
+Every linear of a layer adds x A B to its output x W, and every layer a vector to the residual stream. A and B are
+inputs of rank 0, the vectors zeros, unless they are bound: inputs of a graph may have such defaults, and passes that
+bind others run in the same session.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
+from ...models.onnx_file.model_messages import Message, attribute_values, node, tensor, value_info
+
+Array = npt.NDArray[np.float32]
+_LINEAR: Final = re.compile(r"(layers\.\d+\.\w+)(?:\.product)?")
+"""Outputs of the operators that multiply by the weights of a linear, in graphs that edge-run has exported."""
+
+
+def lora_a(linear: str) -> str:
+    """Name of the input A of a linear: float32 `[columns, parts * rank]`, those of its parts side by side."""
+    return f"{linear}.lora_a"
+
+
+def lora_b(linear: str, part: int) -> str:
+    """Name of the input B of a part of a linear: float32 `[rank, outputs of the part]`."""
+    return f"{linear}.lora_b.{part}"
+
+
+def control(layer: int) -> str:
+    """Name of the vector that is added to the residual stream after a layer: float32 `[hidden]`."""
+    return f"layers.{layer}.control"
+
+
+def state(layer: int) -> str:
+    """Name of the output with the residual stream after a layer at the last token: float32 `[1, 1, hidden]`."""
+    return f"layers.{layer}.state"
+
+
+class Linear(NamedTuple):
+    """A linear that takes an adapter."""
+
+    columns: int
+    """Number of inputs."""
+    widths: tuple[int, ...]
+    """Number of outputs of each of its parts, such as queries, keys and values."""
+
+
+class SteeredModel(NamedTuple):
+    """A graph with inputs for adapters and control vectors."""
+
+    serialized: bytes
+    linears: Mapping[str, Linear]
+    """Its linears by name, such as `layers.0.qkv`."""
+    defaults: Mapping[str, Array]
+    """What the inputs are where nothing steers."""
+
+
+def steered_model(graph: Path, *, states: bool = False) -> SteeredModel:
+    """The decoder graph in a file, with inputs for adapters and control vectors.
+
+    Args:
+        graph: the model file; the result refers to the same weights, relative to its folder.
+        states: whether it has the outputs of `state` too.
+
+    Raises:
+        BundleError: the file is not an ONNX model.
+        CannotRewriteError: it is not a graph that edge-run has exported.
+    """
+    editor = GraphEditor(graph)
+    steering = _Steering(editor)
+    if not steering.after_layer:
+        raise CannotRewriteError("edge-run has not exported it")
+    editor.rewrite(steering.replacement)
+    if states:
+        steering.add_states()
+    return SteeredModel(editor.serialized(), steering.linears, steering.defaults)
+
+
+class _Steering:
+    """The rewriting of one graph."""
+
+    def __init__(self, editor: GraphEditor) -> None:
+        self._editor: Final = editor
+        self._readers: Final = {name: each for each in editor.graph.node for name in each.input}
+        self.linears: Final[dict[str, Linear]] = {}
+        self.defaults: Final[dict[str, Array]] = {}
+        self.after_layer: Final[dict[str, int]] = {}
+        """Layers by the value that a vector is added to: what is added to the residual last, or the sum itself."""
+        while (found := self._layer_end(len(self.after_layer))) is not None:
+            self.after_layer[found.input[0]] = len(self.after_layer)
+
+    def _layer_end(self, layer: int) -> Message | None:
+        """The node that reads a layer's output, and perhaps adds it to the residual; None if there is no such layer."""
+        name = f"layers.{layer}.next_norm"
+        return self._editor.producer(name) or self._editor.producer(f"{name}.residual")
+
+    def replacement(self, each: Message) -> Iterator[Message]:
+        """The nodes that take a node's place."""
+        each.input[:] = [f"{name}.controlled" if name in self.after_layer else name for name in each.input]
+        outputs = list(each.output)
+        found = _LINEAR.fullmatch(outputs[0]) if each.op_type in ("MatMul", "MatMulNBits") else None
+        yield from [each] if found is None else self._with_adapter(each, found[1])
+        for name in outputs:
+            if (layer := self.after_layer.get(name)) is not None:
+                vector = self._input(control(layer), ["hidden"], (1,))  # one zero stands for a vector of zeros
+                yield onnx_node("Add", [name, vector], f"{name}.controlled")
+
+    def _with_adapter(self, each: Message, name: str) -> list[Message]:
+        """The nodes of a linear: its own, those of the adapter, and the sum."""
+        output, attributes = each.output[0], attribute_values(each)
+        shape = self._editor.constant_shape(each.input[1]) or ()
+        columns, outputs = (attributes["K"], attributes["N"]) if "K" in attributes else shape
+        widths = self._widths(self._readers.get(name) or self._readers[output], outputs)
+        self.linears[name] = Linear(columns, widths)
+        first = self._input(lora_a(name), [columns, f"{name}.ranks"], (columns, 0))
+        low, parts = [f"{output}.low"], [f"{output}.part.{part}" for part in range(len(widths))]
+        nodes = [each, onnx_node("MatMul", [each.input[0], first], low[0])]
+        if len(parts) > 1:
+            low = [f"{output}.low.{part}" for part in range(len(parts))]
+            nodes.append(node("Split", [f"{output}.low"], low, axis=-1, num_outputs=len(parts)))
+        for part, width in enumerate(widths):
+            second = self._input(lora_b(name, part), [f"{name}.rank", width], (0, width))
+            nodes.append(onnx_node("MatMul", [low[part], second], parts[part]))
+        if len(parts) > 1:
+            nodes.append(onnx_node("Concat", parts, f"{output}.parts", axis=-1))
+        each.output[0] = f"{output}.base"
+        nodes.append(onnx_node("Add", [f"{output}.base", nodes[-1].output[0]], output))
+        return nodes
+
+    def _widths(self, reader: Message, outputs: int) -> tuple[int, ...]:
+        """Number of outputs of each part of a linear, of which the node that reads them says the parts."""
+        if reader.op_type == "Split":
+            return tuple(np.asarray(self._editor.array(reader.input[1])).tolist())
+        if reader.op_type == "GroupQueryAttention" and not reader.input[1]:
+            attributes = attribute_values(reader)
+            heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
+            width = outputs // (heads + 2 * kv_heads)
+            return heads * width, kv_heads * width, kv_heads * width
+        return (outputs,)
+
+    def _input(self, name: str, shape: list[int | str], default: tuple[int, ...]) -> str:
+        """Add an input with a default, zeros of another shape."""
+        self.defaults[name] = np.zeros(default, np.float32)
+        self._editor.graph.input.append(value_info(name, np.float32, shape))
+        self._editor.add(tensor(name, self.defaults[name]))
+        return name
+
+    def add_states(self) -> None:
+        """Add the outputs of `state`."""
+        for value, layer in list(self.after_layer.items()):
+            residual = f"layers.{layer}.next_norm.residual"
+            source = residual if self._editor.producer(residual) is not None else f"{value}.controlled"
+            last = self._editor.integers("last", -1)
+            self._editor.graph.node.append(onnx_node("Gather", [source, last], state(layer), axis=1))
+            self._editor.graph.output.append(value_info(state(layer), np.float32, [1, 1, "hidden"]))
