@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from .runtime.options import GenerateOptions
     from .runtime.ranking import ChoiceScore, Relevance
     from .runtime.result import Chunk, Reply, Stats
+    from .runtime.sampling.logit_stage import LogitStage
     from .runtime.scheduling.answer_stream import AnswerStream
     from .runtime.speculation.choice import Speculation
     from .runtime.speculation.rounds import OriginKind, TokenOrigin
+    from .runtime.strategies.monitor import Monitor
+    from .runtime.strategies.strategy import Strategy, strategy
     from .runtime.structure.response_format import ResponseFormat
     from .runtime.text.token_logprobs import TokenLogprob
     from .runtime.tools.calls import ToolCall, ToolCallDelta
@@ -71,6 +74,8 @@ __all__ = [
     "HubError",
     "InputError",
     "LoadOptions",
+    "LogitStage",
+    "Monitor",
     "OriginKind",
     "Power",
     "Relevance",
@@ -79,6 +84,7 @@ __all__ = [
     "Session",
     "Speculation",
     "Stats",
+    "Strategy",
     "TemplateError",
     "TokenLogprob",
     "TokenOrigin",
@@ -89,6 +95,7 @@ __all__ = [
     "load",
     "load_encoder",
     "run_tools",
+    "strategy",
 ]
 
 _MODULES = {
@@ -115,10 +122,13 @@ _MODULES = {
     ".runtime.options": ("GenerateOptions",),
     ".runtime.ranking": ("ChoiceScore", "Relevance"),
     ".runtime.result": ("Chunk", "Reply", "Stats"),
+    ".runtime.sampling.logit_stage": ("LogitStage",),
     ".runtime.scheduling.answer_stream": ("AnswerStream",),
     ".runtime.speculation.choice": ("Speculation",),
     ".runtime.text.token_logprobs": ("TokenLogprob",),
     ".runtime.speculation.rounds": ("OriginKind", "TokenOrigin"),
+    ".runtime.strategies.strategy": ("Strategy", "strategy"),
+    ".runtime.strategies.monitor": ("Monitor",),
     ".runtime.structure.response_format": ("ResponseFormat",),
     ".runtime.tools.calls": ("ToolCall", "ToolCallDelta"),
     ".runtime.tools.function_tools": ("FunctionTool", "ToolRun", "run_tools"),

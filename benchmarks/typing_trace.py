@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import textwrap
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,16 +101,8 @@ def main() -> None:
             keys = trace(options.model, options, suffix_first=suffix_first)
             whole = measure(engines, keys, 0.0, replay=options.replay)
             paced = measure(engines, keys, options.interval / 1e3, replay=options.replay)
-            results[order] = {
-                name: {
-                    "ms": round(1e3 * statistics.median(each["seconds"] for each in whole[name]), 1),
-                    "read": round(
-                        sum(each["read"] for each in whole[name]) / sum(each["prompt"] for each in whole[name]), 4
-                    ),
-                    "cancelled": sum(not each["ended"] for each in paced[name]),
-                }
-                for name in engines
-            }
+            results[order] = {name: figures(whole[name], paced[name]) for name in engines}
+            print(json.dumps({order: results[order]}), file=sys.stderr)  # the run takes long, and may be interrupted
     table = Table(
         "order", "engine", "ms to a suggestion", "tokens read anew", "requests cancelled", title=f"{options.keys} keys"
     )

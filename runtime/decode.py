@@ -18,8 +18,8 @@ from ..models.progress import Progress, silent
 from .graph.bound_graph import BoundGraph, OtherTexts
 from .kv.arena import KVArena
 from .prefill import Cancelled, never, prefill
+from .sampling.logit_stage import Logits
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
-from .sampling.sampler import Logits
 from .sampling.token_mask import TokenConstraint
 from .speculation.rounds import DraftOrigin, OriginKind, Round, origins_of
 from .speculation.speculator import Speculator

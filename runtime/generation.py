@@ -21,13 +21,15 @@ from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
+from .sampling.logit_stage import LogitStage
 from .sampling.logprobs import LogSoftmax
-from .sampling.sampler import BranchingSampler, Sampler, SamplingParams
+from .sampling.sampler import Sampler, SamplingParams
 from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
+from .strategies.branch import FirstToken
 from .strategies.search import SearchSampler, search_steps
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
@@ -305,13 +307,15 @@ class Generation:
         earlier = self._answer_ids[: len(self._answer_ids) - answer_length]
         if request.grammar is not None:
             self._constraint = request.grammar.start(earlier)
+        stages: list[LogitStage] = [
+            each.start(sampling, vocab_size, self._tokenizer) for each in request.options.strategies
+        ]
         if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
-            first = len(self._sequence.token_ids)
-            return BranchingSampler(sampling, vocab_size, self._constraint, position=first, rank=request.rank)
+            stages.append(FirstToken(len(self._sequence.token_ids), request.rank))
         if request.search is not None:
-            return SearchSampler(sampling, vocab_size, self._constraint)
+            return SearchSampler(sampling, vocab_size, self._constraint, stages)
         if self._constraint is None or request.futures is None:
-            return Sampler(sampling, vocab_size, self._constraint)
+            return Sampler(sampling, vocab_size, self._constraint, stages)
         from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it
 
         request.futures.begin(earlier)
@@ -349,7 +353,7 @@ class Generation:
 def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:
     """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
     sampling = request.sampling
-    special = (request.grammar, request.rank, request.search)
+    special = (request.grammar, request.rank, request.search, request.options.strategies or None)
     if sampling.adjusts or request.needs_logprobs or any(each is not None for each in special):
         return True
     # Near ties are found by the difference of the best two.

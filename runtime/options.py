@@ -22,6 +22,7 @@ from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
 from .speculation.choice import DraftSampling, Speculation
 from .speculation.replay import Recording
+from .strategies.strategy import Strategy
 from .structure.response_format import ResponseFormat
 from .text.detokenizer import AnswerStart
 from .text.messages import ChatPrompt
@@ -69,6 +70,13 @@ class GenerateOptions(SearchOptions, SteeringOptions):
     presence_penalty: float = same_option(SamplingParams, "presence_penalty", 0.0)
     frequency_penalty: float = same_option(SamplingParams, "frequency_penalty", 0.0)
     logit_bias: Mapping[int, float] | None = same_option(SamplingParams, "logit_bias", None)
+    strategies: Sequence[Strategy] = option(
+        (),
+        "Ways to choose a token besides, in the order in which they apply: NAME or NAME:OPTION=VALUE,...; "
+        "docs/strategies.md lists them. Those that only filter need a temperature.",
+        flags=("--strategy",),
+        metavar="NAME",
+    )
     least_confidence: float = option(
         0.0,
         "End the answer before the token with which the geometric mean of its tokens' probabilities falls below this; "
@@ -246,7 +254,12 @@ class GenerateOptions(SearchOptions, SteeringOptions):
             raise InputError("grammar_aligned is given without response_format", "give the format of the answer")
         filters = [name for name in _FILTERS if getattr(self, name) not in (None, 0, 1.0 if name == "top_p" else 0)]
         drafts = self.draft_sampling is not DraftSampling.OFF
-        given = {"exact": self.exact, "branch": self.branch, "draft_sampling": drafts}
+        given = {
+            "exact": self.exact,
+            "branch": self.branch,
+            "draft_sampling": drafts,
+            "strategies": bool(self.strategies),
+        }
         if others := filters + [name for name, is_given in given.items() if is_given]:
             raise InputError(
                 f"grammar_aligned and {others[0]} are both given",
@@ -291,6 +304,8 @@ class GenerateOptions(SearchOptions, SteeringOptions):
             if not temperature:
                 raise InputError("grammar_aligned is given without a temperature", "give one above 0, such as 1")
             filters = {}
+        if not temperature and (idle := next((each for each in self.strategies if each.filters), None)):
+            raise InputError(f"the strategy {idle.name} is given without a temperature", "give one above 0, such as 1")
         return SamplingParams(
             temperature=temperature,
             repeat_penalty=defaults.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,

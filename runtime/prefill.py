@@ -10,7 +10,7 @@ import numpy as np
 
 from ..models.progress import Progress, shown_by_name, silent
 from .graph.bound_graph import BoundGraph
-from .sampling.sampler import Logits
+from .sampling.logit_stage import Logits
 
 PREFILL_TOKENS: Final = 128
 """Prompt tokens per pass: wide enough for efficient matrix products (256 gains under 2 %), small enough to bound the

@@ -20,8 +20,8 @@ from .generation import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .prefill import Cancelled, prefill
+from .sampling.logit_stage import Logits
 from .sampling.logprobs import NO_LOGPROBS, LogSoftmax
-from .sampling.sampler import Logits
 from .scheduling.request_queue import TurnTaker
 from .text.chat_template import Message
 

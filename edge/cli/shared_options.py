@@ -18,6 +18,7 @@ from ...errors import InputError
 from ...models.user_text import parse_bytes
 from ...runtime.arguments.argument_types import options_of
 from ...runtime.speculation.choice import Speculation
+from ...runtime.strategies.strategy import parse_strategy
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Record = TypeVar("_Record")
@@ -142,7 +143,7 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float]:
 
 
 _WRITTEN: Final[Mapping[str, Any]] = {
-    **dict.fromkeys(("stop", "logit_bias", "lora", "control_vectors"), list[str] | None),
+    **dict.fromkeys(("stop", "logit_bias", "strategies", "lora", "control_vectors"), list[str] | None),
     **dict.fromkeys(("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab"), str | None),
     **dict.fromkeys(("speculation", "draft"), str),
     "tokenizer": Path | None,
@@ -151,6 +152,7 @@ _WRITTEN: Final[Mapping[str, Any]] = {
 _PARSERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("stop", "lora", "control_vectors"), tuple),
     "logit_bias": _logit_bias,
+    "strategies": lambda given: tuple(map(parse_strategy, given)),
     "prefix_cache": lambda size: parse_bytes(size, "--prefix-cache"),
     "prefix_disk": lambda size: parse_bytes(size, "--prefix-disk"),
     "speculation": Speculation.parse,

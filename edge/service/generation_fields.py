@@ -18,6 +18,7 @@ from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
+from ...runtime.strategies.strategy import Strategy, strategy
 from .body_decoder import StrictStruct, about
 from .message_fields import FormatFields, response_format
 from .request_error import ErrorCode, RequestError, invalid, unsupported
@@ -90,6 +91,13 @@ class SamplingFields(FormatFields, kw_only=True):
     min_p: Annotated[float | None, option_meta("min_p", extension=True)] = None
     repeat_penalty: Annotated[float | None, option_meta("repeat_penalty", extension=True)] = None
     ignore_eos: Annotated[bool | None, option_meta("ignore_eos", extension=True)] = None
+    strategies: Annotated[
+        list[dict[str, Any]] | None,
+        about(
+            "Extension. Ways to choose a token besides, in the order in which they apply: objects with a name and the "
+            "options of that strategy; docs/strategies.md lists them."
+        ),
+    ] = None
     least_confidence: Annotated[float | None, option_meta("least_confidence", extension=True)] = None
     adapter: Annotated[str | None, option_meta("adapter", extension=True)] = None
     control: Annotated[str | None, option_meta("control", extension=True)] = None
@@ -243,6 +251,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
         hint = "best_of is the number of answers to generate, n that of the best to return"
         raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
+    given["strategies"] = _strategies(fields.strategies)
     given["response_format"] = others.get("response_format") or response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
     if values.get("max_tokens") == -1:
@@ -255,6 +264,24 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     for name, value in values.items():
         check_option(name, value, field_of.get(name, name))
     return GenerateOptions(**values)
+
+
+def _strategies(given: Sequence[Mapping[str, Any]] | None) -> tuple[Strategy, ...] | None:
+    """The option `strategies`.
+
+    Raises:
+        RequestError: one of them is wrong; the error names it.
+    """
+    found = []
+    for index, each in enumerate(given or ()):
+        field = f"strategies[{index}]"
+        if not isinstance(each.get("name"), str):
+            raise invalid(field, f"{field} has no name", 'give {"name": ...} and the options of that strategy')
+        try:
+            found.append(strategy(**each))
+        except InputError as error:
+            raise invalid(field, f"{field}: {error.what}", error.hint) from error
+    return tuple(found) or None
 
 
 def generation_request(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ..speculation.choice import DraftSampling, Speculation
+from ..strategies.strategy import Strategy
 from ..structure.response_format import ResponseFormat
 
 
@@ -55,6 +56,7 @@ class GenerateKeywords(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
+    strategies: Sequence[Strategy]
     least_confidence: float
     ignore_eos: bool
     logprobs: int | None

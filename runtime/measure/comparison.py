@@ -30,7 +30,9 @@ from ..long_context.long_graph import LongContextGraph
 from ..options import GenerateOptions, Request
 from ..prefill import prefill
 from ..result import DraftCounts
-from ..sampling.sampler import Logits, Sampler, SamplingParams, uniform_at
+from ..sampling.draws import uniform_at
+from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler, SamplingParams
 from ..scheduling.request_queue import TurnTaker
 from ..scheduling.several_answers import run_together
 from ..speculation.drafters.interface import Candidate, Drafter

@@ -6,34 +6,33 @@ All sums are in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from enum import IntEnum
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-_BLOCK: Final = 1024
+from .draws import drawn_index
+from .logit_stage import Logits
+from .sampler import Sampler
 
 
-def drawn_index(weights: npt.NDArray[np.float64], uniform: float) -> int:
-    """Index of the weight at the point `uniform`, in [0, 1), of their cumulative sum; it is positive.
+class Purpose(IntEnum):
+    """Uses of random numbers besides sampling a token of the text; see `uniforms_at`."""
 
-    A cumulative sum of a whole vocabulary takes longer than its exponentials, so that of blocks finds the block first.
+    DRAFT = 1
+    """Sampling draft tokens from a draft model."""
+    ACCEPT = 2
+    """Accepting or rejecting a sampled draft token."""
 
-    Args:
-        weights: float64 `[k]`, not negative, at least one positive.
-        uniform: the point.
+
+def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: int = 0) -> npt.NDArray[np.float64]:
+    """`count` random numbers in [0, 1), float64 `[count]`, for a position, a purpose and a part of it.
+
+    Numbers of different purposes are independent of each other and of `uniform_at`, which uses purpose 0.
     """
-    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK))
-    block, rest = _point(blocks, uniform * blocks.sum())
-    return block * _BLOCK + _point(weights[block * _BLOCK : (block + 1) * _BLOCK], rest)[0]
-
-
-def _point(weights: npt.NDArray[np.float64], at: float) -> tuple[int, float]:
-    """The index of the weight at a point of their cumulative sum, and where in it the point lies."""
-    cumulative = np.cumsum(weights)
-    # A product rounded up to the total would lie beyond the last positive weight.
-    index = int(min(np.searchsorted(cumulative, at, side="right"), np.searchsorted(cumulative, cumulative[-1])))
-    return index, at - float(cumulative[index - 1]) if index else at
+    generator = np.random.Philox(key=seed | purpose << 64, counter=position << 64 | part << 128)
+    return np.random.Generator(generator).random(count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +46,14 @@ class Distribution:
     """Token ids `[k]`, ascending."""
     probs: npt.NDArray[np.float64]
     """float64 `[k]`, summing to 1."""
+
+    @classmethod
+    def of(cls, sampler: Sampler, logits: Logits) -> Self:
+        """The distribution of the next token that `sampler` chooses; for a greedy one, all of it on that token."""
+        if sampler.params.greedy:
+            return cls(np.array([sampler.choose(logits, 0)], np.intp), np.ones(1))
+        ids, probabilities = sampler.probabilities(logits)
+        return cls(ids.copy(), probabilities.copy())
 
     def probability(self, token: int) -> float:
         """Probability of one token."""

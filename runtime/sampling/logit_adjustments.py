@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
+from .logit_stage import LogitStage
 
 _MAX_BIAS = 100.0
 
@@ -24,8 +24,8 @@ def check_biases(biases: Iterable[float]) -> None:
             raise InputError(f"a logit bias is {bias}", f"it must be between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
 
 
-class LogitAdjustments:
-    """Applies penalties and biases over one sequence, whose tokens it records.
+class LogitAdjustments(LogitStage):
+    """Applies penalties and biases.
 
     Args:
         penalties: the repeat, presence and frequency penalties of `SamplingParams`.
@@ -39,39 +39,43 @@ class LogitAdjustments:
     def __init__(
         self, penalties: tuple[float, float, float], biases: Sequence[tuple[int, float]], vocab_size: int
     ) -> None:
+        super().__init__()
         if beyond := [token for token, _ in biases if not 0 <= token < vocab_size]:
             raise InputError(f"logit_bias has token {beyond[0]}", f"token ids of this model are 0 to {vocab_size - 1}")
         self._repeat, self._presence, self._frequency = penalties
-        self._scores = np.empty(vocab_size, np.float32)
+        self.magnifies = max(self._repeat, 1 / self._repeat)
+        self._adjusted = np.empty(vocab_size, np.float32)
         self._bias_ids = np.array([token for token, _ in biases], np.intp)
         self._biases = np.array([bias for _, bias in biases], np.float32)
         self._seen = _TokenCounts(vocab_size) if self._repeat != 1 else None
         self._answer = _TokenCounts(vocab_size) if self._presence or self._frequency else None
 
-    def observe_prompt(self, tokens: npt.ArrayLike) -> None:
+    def observe_prompt(self, tokens: list[int]) -> None:
         """Add tokens of the prompt to the sequence."""
-        if self._seen is not None:
-            self._seen.add(tokens)
+        self._observe(tokens, (self._seen,))
 
-    def observe(self, tokens: npt.ArrayLike) -> None:
+    def observe(self, tokens: list[int]) -> None:
         """Add tokens of the answer to the sequence."""
-        self.observe_prompt(tokens)
-        if self._answer is not None:
-            self._answer.add(tokens)
+        self._observe(tokens, (self._seen, self._answer))
 
-    @contextmanager
-    def rollback(self) -> Iterator[None]:
-        """Forget the tokens observed within the `with` block when it ends."""
-        sizes = [(counts, counts.size) for counts in (self._seen, self._answer) if counts is not None]
-        try:
-            yield
-        finally:
-            for counts, size in sizes:
-                counts.shorten(size)
+    def _observe(self, tokens: list[int], counted: Sequence[_TokenCounts | None]) -> None:
+        for token in tokens:
+            for counts in counted:
+                if counts is not None:
+                    counts.add(token)
+            self.tokens.append(token)
 
-    def apply(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def shorten(self, size: int) -> None:
+        """Forget the tokens after the first `size`, none of which is the prompt's."""
+        for token in reversed(self.tokens[size:]):
+            for counts in (self._seen, self._answer):
+                if counts is not None:
+                    counts.remove(token)
+        super().shorten(size)
+
+    def scores(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the adjusted logits, float32 `[V]`, valid until the next call; `logits` is not modified."""
-        scores = self._scores
+        scores = self._adjusted
         np.copyto(scores, logits)
         if self._seen is not None:
             ids = self._seen.ids
@@ -95,29 +99,20 @@ class _TokenCounts:
         self._different = np.empty(vocab_size, np.intp)
         """The tokens that occur, in order of their first occurrence."""
         self._different_count = 0
-        self._tokens: list[int] = []
-
-    @property
-    def size(self) -> int:
-        """Number of tokens of the sequence."""
-        return len(self._tokens)
 
     @property
     def ids(self) -> npt.NDArray[np.intp]:
         """The tokens that occur."""
         return self._different[: self._different_count]
 
-    def add(self, tokens: npt.ArrayLike) -> None:
-        for token in np.asarray(tokens, np.intp).ravel().tolist():
-            if not self.counts[token]:
-                self._different[self._different_count] = token
-                self._different_count += 1
-            self.counts[token] += 1
-            self._tokens.append(token)
+    def add(self, token: int) -> None:
+        if not self.counts[token]:
+            self._different[self._different_count] = token
+            self._different_count += 1
+        self.counts[token] += 1
 
-    def shorten(self, size: int) -> None:
-        for token in reversed(self._tokens[size:]):
-            self.counts[token] -= 1
-            # Removed in reverse order, so a token that no longer occurs is the last of the different ones.
-            self._different_count -= self.counts[token] == 0
-        del self._tokens[size:]
+    def remove(self, token: int) -> None:
+        """Remove the last token of the sequence."""
+        self.counts[token] -= 1
+        # They are removed in reverse order, so a token that no longer occurs is the last of the different ones.
+        self._different_count -= self.counts[token] == 0

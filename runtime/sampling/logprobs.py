@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .sampler import Logits, largest_indices
+from .logit_stage import Logits
+from .sampler import largest_indices
 
 MAX_ALTERNATIVES: Final = 20
 """Largest number of alternatives per token, as in OpenAI's API."""

@@ -1,26 +1,21 @@
-"""Sampling: from the logits of one position to one token.
-
-The random number for a position depends only on the seed and the position (a counter-based generator: Philox, Salmon
-et al. 2011), so a seed gives one text however many tokens a pass emits. Work arrays of vocabulary size are allocated
-once.
-"""
+"""Sampling: from the logits of one position to one token. Work arrays of vocabulary size are allocated once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..arguments.argument_types import check_ranges, option
-from .distribution import Distribution, drawn_index
+from .draws import drawn_index, uniform_at
 from .logit_adjustments import LogitAdjustments, check_biases
+from .logit_stage import Logits, LogitStage
 from .token_mask import TokenConstraint, TokenMask
 
 _GROUP: Final = 64
@@ -28,8 +23,6 @@ _MAX_PENALTY: Final = 2.0
 _PENALTIES: Final = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _USUAL_NUCLEUS: Final = 1024
 """Number of the likeliest tokens that usually contain the nucleus; more are searched where they do not."""
-
-Logits: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -130,29 +123,6 @@ class SamplingParams:
         return self.repeat_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 
-class Purpose(IntEnum):
-    """Uses of random numbers besides sampling a token of the text; see `uniforms_at`."""
-
-    DRAFT = 1
-    """Sampling draft tokens from a draft model."""
-    ACCEPT = 2
-    """Accepting or rejecting a sampled draft token."""
-
-
-def uniform_at(seed: int, position: int) -> float:
-    """The random number in [0, 1) for a position of the text with this seed."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
-
-
-def uniforms_at(seed: int, position: int, count: int, purpose: Purpose, part: int = 0) -> npt.NDArray[np.float64]:
-    """`count` random numbers in [0, 1), float64 `[count]`, for a position, a purpose and a part of it.
-
-    Numbers of different purposes are independent of each other and of `uniform_at`, which uses purpose 0.
-    """
-    generator = np.random.Philox(key=seed | purpose << 64, counter=position << 64 | part << 128)
-    return np.random.Generator(generator).random(count)
-
-
 def require_finite(largest: float) -> None:
     """Check the largest logit, which is NaN if any is.
 
@@ -173,9 +143,17 @@ class Sampler:
         params: how tokens are chosen.
         vocab_size: number of logits.
         constraint: which tokens may come, applied after penalties and biases; None for all.
+        stages: what changes logits and probabilities after that, in this order; the logits of tokens that may not come
+            are -infinity there.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, constraint: TokenConstraint | None = None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        constraint: TokenConstraint | None = None,
+        stages: Sequence[LogitStage] = (),
+    ) -> None:
         self.params = params
         self._constraint = constraint
         self._masked = np.empty(0 if constraint is None else vocab_size, np.float32)
@@ -183,31 +161,41 @@ class Sampler:
         self._weights = np.empty(vocab_size if not params.greedy else 0, np.float64)
         self._mask = np.empty(vocab_size, np.bool_)
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
-        self._adjustments = LogitAdjustments(penalties, params.logit_bias, vocab_size) if params.adjusts else None
+        adjusting = (LogitAdjustments(penalties, params.logit_bias, vocab_size),) if params.adjusts else ()
+        self._adjusting: Final[Sequence[LogitStage]] = adjusting
+        self._stages: Final = stages
+        self._observing: Final = (*adjusting, *stages)
+
+    @property
+    def magnifies(self) -> float:
+        """By how much the difference of two logits may grow before a token is chosen."""
+        return float(np.prod([stage.magnifies for stage in self._observing]))
 
     def observe_prompt(self, tokens: npt.ArrayLike) -> None:
         """Add tokens of the prompt to the sequence."""
-        if self._adjustments is not None:
-            self._adjustments.observe_prompt(tokens)
+        for stage in self._observing:
+            stage.observe_prompt(_as_list(tokens))
 
     def observe(self, tokens: npt.ArrayLike) -> None:
         """Add tokens of the answer to the sequence."""
-        if self._adjustments is not None:
-            self._adjustments.observe(tokens)
+        for stage in self._observing:
+            stage.observe(_as_list(tokens))
         if self._constraint is not None:
-            self._constraint.observe(np.asarray(tokens, np.intp).ravel().tolist())
+            self._constraint.observe(_as_list(tokens))
 
     @contextmanager
     def rollback(self) -> Iterator[None]:
         """A context that forgets the tokens observed within it when it ends."""
+        sizes = [len(stage.tokens) for stage in self._observing]
         constraint = self._constraint
         size = 0 if constraint is None else constraint.size
-        with nullcontext() if self._adjustments is None else self._adjustments.rollback():
-            try:
-                yield
-            finally:
-                if constraint is not None:
-                    constraint.shorten(size)
+        try:
+            yield
+        finally:
+            for stage, length in zip(self._observing, sizes, strict=True):
+                stage.shorten(length)
+            if constraint is not None:
+                constraint.shorten(size)
 
     def choose(self, logits: Logits, position: int) -> int:
         """Choose a token; of equal logits, greedy decoding takes the lowest id.
@@ -220,7 +208,7 @@ class Sampler:
             EdgeError: some logits are NaN, or the largest is infinite.
         """
         if self.params.greedy:
-            scores, mask = self._adjusted(logits), self._mask_here()
+            scores, mask = self._scores(logits)
             # That of the first NaN, if there is one.
             token = int(scores.argmax()) if mask is None else mask.largest(scores, self._masked)
             require_finite(scores.item(token))
@@ -230,7 +218,7 @@ class Sampler:
 
     def top_two_margin(self, logits: Logits) -> float:
         """Difference of the two largest of `logits` `[V]`, after penalties and biases and of tokens that may come."""
-        scores, mask = self._adjusted(logits), self._mask_here()
+        scores, mask = self._scores(logits)
         if mask is not None:
             if mask.single is not None:
                 return math.inf
@@ -266,7 +254,7 @@ class Sampler:
     def _possible(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """As `probabilities`, with weights that do not sum to 1."""
         params = self.params
-        ids, scores, mask = self._ids, self._adjusted(logits), self._mask_here()
+        ids, (scores, mask) = self._ids, self._scores(logits)
         if mask is not None and mask.ids is not None:
             ids = mask.ids
             scores = scores[ids]
@@ -287,18 +275,24 @@ class Sampler:
         if params.min_p > 0:
             kept = self._where(np.greater_equal, weights, params.min_p * weights.max())
             ids, weights = ids[kept], weights[kept]
+        for stage in self._stages:
+            weights = stage.weights(ids, weights)
         return ids, weights
-
-    def distribution(self, logits: Logits) -> Distribution:
-        """The distribution of the next token, in new arrays; for greedy parameters, all of it on the chosen token."""
-        if self.params.greedy:
-            return Distribution(np.array([self.choose(logits, 0)], np.intp), np.ones(1))
-        ids, probabilities = self.probabilities(logits)
-        return Distribution(ids.copy(), probabilities.copy())
 
     def _adjusted(self, logits: Logits) -> Logits:
         """The logits after penalties and biases, valid until the next call."""
-        return logits if self._adjustments is None else self._adjustments.apply(logits)
+        for stage in self._adjusting:
+            logits = stage.scores(logits)
+        return logits
+
+    def _scores(self, logits: Logits) -> tuple[Logits, TokenMask | None]:
+        """The logits to choose from, valid until the next call, and which of them may be chosen; None for all."""
+        scores, mask = self._adjusted(logits), self._mask_here()
+        if mask is not None and self._stages:
+            scores, mask = mask.apply(scores, self._masked), None
+        for stage in self._stages:
+            scores = stage.scores(scores)
+        return scores, mask
 
     def _mask_here(self) -> TokenMask | None:
         """The tokens that may come after those observed; None for all."""
@@ -324,36 +318,9 @@ class Sampler:
         return np.flatnonzero(compare(values, bound, out=self._mask[: values.size]))
 
 
-class BranchingSampler(Sampler):
-    """A `Sampler` that takes the token of a rank at one position, whatever it chooses elsewhere.
-
-    Args:
-        params: how other tokens are chosen.
-        vocab_size: number of logits.
-        constraint: which tokens may come.
-        position: index of the token in the text.
-        rank: 0 for the likeliest token; where fewer tokens may come, the least likely one is taken.
-    """
-
-    def __init__(
-        self, params: SamplingParams, vocab_size: int, constraint: TokenConstraint | None, *, position: int, rank: int
-    ) -> None:
-        super().__init__(params, vocab_size, constraint)
-        self._position: Final = position
-        self._rank: Final = rank
-
-    def choose(self, logits: Logits, position: int) -> int:
-        """Choose a token; of equal logits, the lowest id has the lower rank."""
-        if position != self._position:
-            return super().choose(logits, position)
-        scores, mask = self._adjusted(logits), self._mask_here()
-        if mask is not None:
-            scores = mask.apply(scores, self._masked)
-        require_finite(float(scores.max()))
-        ids = largest_indices(scores, self._rank + 1, self._mask)
-        ids = ids[scores[ids] > -math.inf]
-        ranked = ids[np.argsort(-scores[ids], kind="stable")]
-        return int(ranked[min(self._rank, ranked.size - 1)])
+def _as_list(tokens: npt.ArrayLike) -> list[int]:
+    found: list[int] = np.asarray(tokens, np.intp).ravel().tolist()
+    return found
 
 
 def largest_indices(values: npt.NDArray[np.floating], k: int, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

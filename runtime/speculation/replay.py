@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..sampling.sampler import Logits
+from ..sampling.logit_stage import Logits
 from .drafters.interface import Candidate, Drafter
 from .tree import Source
 from .verification import TokenSampler

@@ -21,8 +21,10 @@ from typing import Final
 
 import numpy as np
 
-from ..sampling.distribution import Distribution
-from ..sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from ..sampling.distribution import Distribution, Purpose, uniforms_at
+from ..sampling.draws import uniform_at
+from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler, SamplingParams
 from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
 from .drafters.sampled import AcceptanceEstimate, DistributionSource, SampledDraft, SampledDrafter
@@ -125,7 +127,7 @@ def verify_block(
     targets: list[Distribution] = []
     with sampler.rollback():
         for node in range(len(tokens) + (not ended)):
-            targets.append(sampler.distribution(logits[node]))
+            targets.append(Distribution.of(sampler, logits[node]))
             if node < len(tokens):
                 if targets[-1].probability(tokens[node]) == 0:
                     # It is never accepted, so nothing after it is either.
@@ -194,7 +196,7 @@ def verify_recursive(
         if node not in draft.distributions:
             return sampler.choose(logits[node], position)
         at = sampler.params.first_position + position
-        rest, proposal = sampler.distribution(logits[node]), draft.distributions[node]
+        rest, proposal = Distribution.of(sampler, logits[node]), draft.distributions[node]
         children = [token for token, parent in zip(tree.token_ids, tree.parent_nodes, strict=True) if parent == node]
         for token, uniform in zip(children, uniforms_at(seed, at, len(children), Purpose.ACCEPT), strict=True):
             if uniform < acceptance_probability(rest, proposal, token):

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from typing import Final
 
 from ..graph.bound_graph import ALONE
-from ..sampling.sampler import Logits
+from ..sampling.logit_stage import Logits
 from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import NOTHING_AHEAD, DraftAhead
 from .drafters.interface import Drafter

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple, Protocol
 
 from ..graph.bound_graph import BoundGraph
 from ..prefill import Cancelled, prefill
-from ..sampling.sampler import Logits, Sampler
+from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler
 from .tree import Tree
 
 
@@ -95,15 +96,14 @@ class NearTies:
         bound: the session and the arena of the sequence.
         sampler: chooses its tokens. A sampled choice can be uncertain without a near tie, so exact sampled output needs
             plain decoding throughout.
-        epsilon: largest difference, in logits, that still counts as a near tie. A repetition penalty scales it.
+        epsilon: largest difference, in logits, that still counts as a near tie; what the sampler does scales it.
         cancelled: called before every pass; returns whether to stop.
     """
 
     def __init__(self, bound: BoundGraph, sampler: Sampler, epsilon: float, cancelled: Callable[[], bool]) -> None:
-        penalty = sampler.params.repeat_penalty
         self._bound = bound
         self._sampler = sampler
-        self._epsilon: Final = epsilon * max(penalty, 1 / penalty)
+        self._epsilon: Final = epsilon * sampler.magnifies
         self._cancelled = cancelled
         self._token_ids: list[int] = []
         self.passes = 0

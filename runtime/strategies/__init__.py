@@ -1,1 +1,1 @@
-"""Decoding strategies: one file each, which the decode loop does not know."""
+"""Decoding strategies and searches: one file each, which the decode loop does not know."""

@@ -13,8 +13,9 @@ from ...errors import InputError
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
 from ..graph.bound_graph import BoundGraph
 from ..prefill import Cancelled, prefill
+from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
-from ..sampling.sampler import Logits, Sampler, require_finite
+from ..sampling.sampler import Sampler, require_finite
 from ..sampling.token_mask import TokenConstraint
 from ..speculation.rounds import DraftOrigin, OriginKind
 from .forest import Forest
@@ -44,7 +45,7 @@ class SearchSampler(Sampler):
 
     def scores(self, logits: Logits) -> Logits:
         """The logits after penalties and biases, -infinity for tokens that may not come; valid until the next call."""
-        scores, mask = self._adjusted(logits), self._mask_here()
+        scores, mask = self._scores(logits)
         return scores if mask is None else mask.apply(scores, self._masked)
 
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from ..options import Request
 from ..result import Chunk, Stats
-from ..sampling.sampler import Logits, Sampler, SamplingParams
+from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler, SamplingParams
 from ..sampling.token_mask import DeadEndError, TokenConstraint
 from .expected_futures import ExpectedFutures
 

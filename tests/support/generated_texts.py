@@ -16,9 +16,11 @@ from edgerun.edge.service.text_bodies import ChatBody, CompletionBody, Detokeniz
 from edgerun.runtime.arguments.argument_types import options_of
 from edgerun.runtime.arguments.load_options import LoadOptions
 from edgerun.runtime.options import GenerateOptions
+from edgerun.runtime.strategies.strategy import STRATEGIES, strategy_class
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "request-fields.md"
+STRATEGY_PAGE = ROOT / "docs" / "strategies.md"
 EXPORT_PAGE = ROOT / "docs" / "guide" / "export.md"
 MODULE = ROOT / "runtime" / "arguments" / "option_keywords.py"
 BODIES: dict[str, type[msgspec.Struct]] = {
@@ -100,8 +102,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ..speculation.choice import DraftSampling, Speculation
+from ..strategies.strategy import Strategy
 from ..structure.response_format import ResponseFormat
 '''
+
+
+def with_strategies(page: str) -> str:
+    """The text of the page with the table of all strategies."""
+    rows = ["| name | what it is good for | options | passes a token | source |\n|---|---|---|---|---|\n"]
+    for name in STRATEGIES:
+        kind = strategy_class(name)
+        options = [f"`{option}` {getattr(kind, option)!r}: {each.help}" for option, each in options_of(kind).items()]
+        purpose = kind.purpose + (" Needs a temperature." if kind.filters else "")
+        rows.append(f"| `{name}` | {purpose} | {'<br>'.join(options)} | {kind.passes} | {kind.source} |\n")
+    before, title, section = page.partition("## Strategies\n\n")
+    return before + title + "".join(rows) + "\n" + section[section.index("## ") :]
 
 
 def keywords(name: str, record: type[Any]) -> str:
@@ -117,6 +132,7 @@ def module_text() -> str:
 
 
 if __name__ == "__main__":
+    STRATEGY_PAGE.write_text(with_strategies(STRATEGY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     EXPORT_PAGE.write_text(with_export_options(EXPORT_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     MODULE.write_text(module_text(), encoding="utf-8")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from ...sampling.sampler import Logits
+from ...sampling.logit_stage import Logits
 from ..tree import Source
 
 State: TypeAlias = Any

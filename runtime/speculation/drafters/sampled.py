@@ -17,8 +17,9 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...sampling.distribution import Distribution
-from ...sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniforms_at
+from ...sampling.distribution import Distribution, Purpose, uniforms_at
+from ...sampling.logit_stage import Logits
+from ...sampling.sampler import Sampler, SamplingParams
 from ..growth import TokenPrices
 from ..learned_rates import Backoff
 from ..tree import Source, Tree
@@ -182,7 +183,7 @@ class ModelDistributions(DistributionSource):
             return None
         with self._sampler.rollback():
             self._sampler.observe(self._head_places(path))
-            distribution = self._sampler.distribution(logits)
+            distribution = Distribution.of(self._sampler, logits)
         if self._model.target_ids is not None:
             ids = self._model.target_ids[distribution.ids].astype(np.intp)
             order = np.argsort(ids)

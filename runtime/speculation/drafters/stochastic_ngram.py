@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...sampling.distribution import Distribution
-from ...sampling.sampler import Logits, Sampler, SamplingParams, largest_indices
+from ...sampling.logit_stage import Logits
+from ...sampling.sampler import Sampler, SamplingParams, largest_indices
 from ..tree import Source
 from .model import Path
 from .sampled import DistributionSource
@@ -97,7 +98,7 @@ class NgramDistributions(DistributionSource):
         tokens, sums = known
         logits = np.full(_KEPT, _IMPOSSIBLE, np.float32)
         logits[: tokens.size] = np.log(np.maximum(sums, np.finfo(np.float64).tiny))
-        sampled = self._sampler.distribution(logits)
+        sampled = Distribution.of(self._sampler, logits)
         kept = sampled.probs > 0
         return Distribution(tokens[sampled.ids[kept]], sampled.probs[kept])
 

@@ -49,6 +49,19 @@ def test_an_answer_comes_whole_or_as_events(tiny_app: Starlette) -> None:
     assert whole.json()["usage"]["completion_tokens"] == 9
 
 
+def test_strategies_choose_tokens_and_name_what_is_wrong(tiny_app: Starlette, tiny_bundle: Path) -> None:
+    body = chat_body(max_tokens=9, temperature=0.9, seed=1)
+    given = [{"name": "xtc", "probability": 1}, {"name": "dry", "base": 2}]
+    (choice,) = asked(tiny_app, "POST", CHAT, json={**body, "strategies": given}).json()["choices"]
+    strategies = [edgerun.strategy("xtc", probability=1.0), edgerun.strategy("dry", base=2.0)]
+    with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
+        expected = engine.generate(body["messages"], max_tokens=9, temperature=0.9, seed=1, strategies=strategies)
+    assert choice["message"]["content"] == expected.text
+    for wrong in ({}, {"name": 1}, {"name": "none"}, {"name": "dry", "base": "x"}, {"name": "dry", "colour": 1}):
+        refused = asked(tiny_app, "POST", CHAT, json={**body, "strategies": [wrong]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "strategies[0]")
+
+
 def test_an_answer_continues_the_last_message(tiny_app: Starlette, tiny_bundle: Path) -> None:
     def answer(body: dict[str, object]) -> str:
         return str(asked(tiny_app, "POST", CHAT, json=body).json()["choices"][0]["message"]["content"])

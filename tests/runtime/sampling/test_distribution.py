@@ -7,7 +7,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgerun.runtime.sampling.distribution import Distribution, drawn_index
+from edgerun.runtime.sampling.distribution import Distribution
+from edgerun.runtime.sampling.draws import drawn_index
 
 V = 12
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from edgerun import EdgeError, InputError
-from edgerun.runtime.sampling.sampler import BranchingSampler, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.sampling.distribution import Distribution, Purpose, uniforms_at
+from edgerun.runtime.sampling.draws import uniform_at
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from support.nightly import examples
 
 
@@ -141,13 +143,13 @@ def test_rollback_restores_the_counts_of_the_answer(data) -> None:
     sampler = Sampler(params, 6)
     sampler.observe_prompt(data.draw(tokens))
     sampler.observe(data.draw(tokens))
-    before = sampler.distribution(logits)
+    before = Distribution.of(sampler, logits)
     with suppress(IndexError), sampler.rollback():
         sampler.observe(data.draw(tokens))
         with sampler.rollback():
             sampler.observe(data.draw(tokens))
         sampler.observe([*data.draw(tokens), 6])
-    np.testing.assert_array_equal(sampler.distribution(logits).probs, before.probs)
+    np.testing.assert_array_equal(Distribution.of(sampler, logits).probs, before.probs)
 
 
 def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
@@ -158,12 +160,12 @@ def test_a_bias_for_a_token_that_the_model_lacks_is_refused() -> None:
 def test_a_distribution_stays_valid_after_the_next_call() -> None:
     sampler = Sampler(SamplingParams(temperature=0.8, top_k=3), 5)
     logits = np.array([[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], np.float32)
-    distribution = sampler.distribution(logits[0])
-    sampler.distribution(logits[1])
+    distribution = Distribution.of(sampler, logits[0])
+    Distribution.of(sampler, logits[1])
     ids, probs = sampler.probabilities(logits[0])
     np.testing.assert_array_equal(distribution.ids, ids)
     np.testing.assert_array_equal(distribution.probs, probs)
-    certain = Sampler(SamplingParams(), 5).distribution(logits[0])
+    certain = Distribution.of(Sampler(SamplingParams(), 5), logits[0])
     assert (certain.ids.tolist(), certain.probs.tolist()) == ([4], [1.0])
 
 
@@ -238,25 +240,7 @@ def test_logits_that_are_not_numbers_are_an_error(params: SamplingParams, size: 
         with pytest.raises(EdgeError, match=f"the model computes {what} logits; its weights are damaged"):
             sampler.choose(damaged, 3)
         with pytest.raises(EdgeError):
-            sampler.distribution(damaged)
+            Distribution.of(sampler, damaged)
     allowed = logits.copy()
     allowed[0] = -np.inf  # a token that the graph excludes
     assert Sampler(params, size).choose(allowed, 3) > 0
-
-
-@pytest.mark.parametrize("size", [5, 300, 5000])
-@pytest.mark.parametrize("bias", [(), ((3, 50.0),)])
-def test_a_branch_takes_the_token_of_its_rank(size: int, bias: tuple[tuple[int, float], ...]) -> None:
-    logits = np.random.default_rng(size).integers(-8, 8, size).astype(np.float32)
-    logits[:2] = -np.inf
-    params = SamplingParams(logit_bias=bias)
-    scores = logits.copy()
-    for token, added in bias:
-        scores[token] += added
-    order = sorted(range(2, size), key=lambda token: (-scores[token], token))
-    for rank in (0, 1, 2, 7, 70, size):
-        sampler = BranchingSampler(params, size, None, position=4, rank=rank)
-        assert sampler.choose(logits, 4) == order[min(rank, size - 3)]
-        assert sampler.choose(logits, 5) == order[0]
-    with pytest.raises(EdgeError, match="NaN"):
-        BranchingSampler(params, size, None, position=4, rank=1).choose(logits * np.float32(np.nan), 4)

@@ -11,8 +11,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from edgerun.runtime.sampling.distribution import Distribution
-from edgerun.runtime.sampling.sampler import Logits, Purpose, Sampler, SamplingParams, uniform_at, uniforms_at
+from edgerun.runtime.sampling.distribution import Distribution, Purpose, uniforms_at
+from edgerun.runtime.sampling.draws import uniform_at
+from edgerun.runtime.sampling.logit_stage import Logits
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.drafters import stochastic_ngram
 from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
 from edgerun.runtime.speculation.drafters.stochastic_ngram import NgramDistributions, TargetNgrams
@@ -227,7 +229,7 @@ def processed(logits_after: Callable[[Text], Logits], params: SamplingParams) ->
         logits = logits_after(text)
         sampler = Sampler(params, logits.size)
         sampler.observe(text)
-        return sampler.distribution(logits)
+        return Distribution.of(sampler, logits)
 
     return after
 
@@ -262,7 +264,7 @@ def test_a_block_is_decided_by_its_probabilities_and_weights() -> None:
         logits = np.stack([toy_logits(path) for path in paths])
         assert verify_block(draft, logits, sampler, len(prompt), NOBODY, 9) == expected
         # The sampler has observed the prompt and the accepted tokens, and nothing else.
-        np.testing.assert_array_equal(sampler.distribution(logits[taken]).probs, targets[taken].probs)
+        np.testing.assert_array_equal(Distribution.of(sampler, logits[taken]).probs, targets[taken].probs)
         seen[taken] += 1
     assert min(seen[taken] for taken in range(GAMMA + 1)) > 10
 

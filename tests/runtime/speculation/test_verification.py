@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgerun.runtime.sampling.sampler import Logits, Sampler, SamplingParams
+from edgerun.runtime.sampling.logit_stage import Logits
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.replay import ReplaySampler
 from edgerun.runtime.speculation.tree import Source, Tree
 from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, verify_tree

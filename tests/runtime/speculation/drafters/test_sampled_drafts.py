@@ -64,7 +64,7 @@ def plain_distribution(graph: GraphSession, text: list[int], params: SamplingPar
     bound = graph.bind(graph.arena(64))
     sampler = Sampler(params, head)
     sampler.observe(text)
-    return sampler.distribution(bound.forward(text, logits_for=(len(text) - 1,))[0])
+    return Distribution.of(sampler, bound.forward(text, logits_for=(len(text) - 1,))[0])
 
 
 @pytest.mark.parametrize(("chain", "left_out"), [(True, 0), (False, 0), (True, 9)], ids=["chain", "tree", "shortened"])
@@ -202,7 +202,7 @@ def test_sequences_have_the_targets_distribution(sampling: DraftSampling, seeds:
         sampler = Sampler(params, V)
         sampler.observe_prompt(prompt)
         sampler.observe(new)
-        return sampler.distribution(target_logits((*prompt, *new)))
+        return Distribution.of(sampler, target_logits((*prompt, *new)))
 
     model = DraftModel(EmulatedGraph(draft_logits, V, 64), FixedCost({64: {1: 1e-6, 16: 1.1e-6}}), V)
     ngrams = sampling is DraftSampling.NGRAM

@@ -1,0 +1,124 @@
+"""Strategies against repetition, by where the text comes back to what it has already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments.argument_types import option
+from ..sampling.logit_stage import Logits, LogitStage
+from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from ..sampling.sampler import SamplingParams
+    from ..text.tokenizer import TextTokenizer
+
+_LARGEST_PENALTY: Final = 1e6
+_LONGEST: Final = 5
+"""Longest sequence that resistance is measured by, as published."""
+
+
+@dataclass(frozen=True)
+class Dry(Strategy):
+    """Don't repeat yourself."""
+
+    name: ClassVar[str] = "dry"
+    purpose: ClassVar[str] = "Ends loops: tokens that would continue a sequence as before are made less likely."
+    source: ClassVar[str] = "llama.cpp, DRY sampler (P. E. Weidmann, text-generation-webui pull request 5677)"
+    multiplier: float = option(0.8, "Penalty for the shortest repeated sequence that has one.", least=0, most=100)
+    base: float = option(1.75, "By how much each further token multiplies it.", least=1, most=10)
+    allowed_length: int = option(2, "Longest repeated sequence without a penalty, in tokens.", least=1)
+    last: int = option(-1, "Number of tokens that are searched; -1 for all.", least=-1)
+    breakers: str = option('\n:"*', "Characters that no repeated sequence goes across.")
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _Dry(self, tokenizer)
+
+
+class _Dry(LogitStage):
+    def __init__(self, options: Dry, tokenizer: TextTokenizer) -> None:
+        super().__init__()
+        self._options: Final = options
+        self._token_bytes: Final = tokenizer.token_bytes
+        self._breakers: Final = frozenset(options.breakers.encode())
+
+    def scores(self, logits: Logits) -> Logits:
+        """Lower the logits of the tokens that followed an earlier occurrence of the last tokens."""
+        repeated = self._repeated()
+        if not repeated:
+            return logits
+        ids = np.fromiter(repeated, np.intp, len(repeated))
+        beyond = np.fromiter(repeated.values(), np.float64, len(repeated)) - self._options.allowed_length
+        with np.errstate(over="ignore"):
+            penalties = np.minimum(self._options.multiplier * self._options.base**beyond, _LARGEST_PENALTY)
+        adjusted = logits.copy()
+        adjusted[ids] -= penalties.astype(np.float32)
+        return adjusted
+
+    def _repeated(self) -> dict[int, int]:
+        """For each token that would continue a long enough repeated sequence, the length of the longest one."""
+        least, last = self._options.allowed_length, self._options.last
+        tokens = np.array(self.tokens if last < 0 else self.tokens[max(len(self.tokens) - last, 0) :], np.intp)
+        ends = np.arange(
+            tokens.size - 1
+        )  # an earlier occurrence of the last tokens ends before each of tokens[ends + 1]
+        found: dict[int, int] = {}
+        for length in range(1, tokens.size):
+            final = int(tokens[-length])
+            ends = ends[ends >= length - 1]
+            ends = ends[tokens[ends - (length - 1)] == final]
+            if not ends.size or not self._breakers.isdisjoint(self._token_bytes.of(final)):
+                break
+            if length >= least:
+                found |= dict.fromkeys(tokens[ends + 1].tolist(), length)
+        return found
+
+
+@dataclass(frozen=True)
+class Momentum(Strategy):
+    """Momentum decoding."""
+
+    name: ClassVar[str] = "momentum"
+    purpose: ClassVar[str] = "Long greedy texts without loops: coming back to a token of the text meets resistance."
+    source: ClassVar[str] = "Lan et al. 2022, Momentum Decoding: Open-ended Text Generation as Graph Exploration"
+    k: int = option(5, "Number of the likeliest tokens to choose from.", least=1, most=1000)
+    alpha: float = option(0.2, "Resistance of a token by the length of what it would repeat.", least=0, most=100)
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _Momentum(self)
+
+
+class _Momentum(LogitStage):
+    def __init__(self, options: Momentum) -> None:
+        super().__init__()
+        self._options: Final = options
+
+    def scores(self, logits: Logits) -> Logits:
+        """Each of the k likeliest tokens has its probability, less alpha for every token of what it would repeat."""
+        options, best = self._options, int(logits.argmax())
+        tokens = np.array(self.tokens, np.intp)
+        if best not in tokens:
+            return logits
+        k = min(options.k, int((logits > -np.inf).sum()))
+        ids = np.argpartition(-logits, k - 1)[:k]
+        weights = np.exp(logits - logits[best], dtype=np.float64)
+        resistances = np.array([_repeated_length(tokens, token) for token in ids.tolist()])
+        scores = np.full_like(logits, -np.inf)
+        scores[ids] = weights[ids] / weights.sum() - options.alpha * resistances
+        return scores
+
+
+def _repeated_length(tokens: npt.NDArray[np.intp], token: int) -> int:
+    """Length of the longest sequence that `tokens` have already and `token` would end again, up to the longest."""
+    ends = np.flatnonzero(tokens == token)
+    length = 0
+    while ends.size and length < _LONGEST:
+        length += 1
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[-length]]
+    return length

@@ -1,0 +1,110 @@
+"""What a decoding strategy is, and how one is found by its name.
+
+A strategy sees the tokens of a text and the logits of its next position, and returns other logits or probabilities; see
+`LogitStage`. As it depends on nothing else, drafts are verified losslessly under it, a seed gives one text, and texts
+may share their passes. A package of somebody else's adds one by an entry point of the group `edgerun.strategies`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from ...errors import InputError
+from ..arguments.argument_types import OptionRecord
+from ..sampling.logit_stage import LogitStage
+
+if TYPE_CHECKING:
+    from ..sampling.sampler import SamplingParams
+    from ..text.tokenizer import TextTokenizer
+
+ENTRY_POINTS: Final = "edgerun.strategies"
+STRATEGIES: Final[Mapping[str, str]] = {
+    "typical": "truncation:Typical",
+    "eta": "truncation:Eta",
+    "top-n-sigma": "truncation:TopNSigma",
+    "xtc": "truncation:Xtc",
+    "mirostat": "mirostat:Mirostat",
+    "dry": "repetition:Dry",
+    "momentum": "repetition:Momentum",
+}
+"""Module in this package, and class, by name."""
+
+
+@dataclass(frozen=True)
+class Strategy(OptionRecord):
+    """The options of a strategy: the fields of a subclass, declared as those of `GenerateOptions` are."""
+
+    name: ClassVar[str]
+    purpose: ClassVar[str]
+    """What it is good for, in a sentence."""
+    source: ClassVar[str]
+    """The paper or program that describes it."""
+    passes: ClassVar[str] = "1"
+    """Passes of the model for a token."""
+    filters: ClassVar[bool] = False
+    """Whether it only leaves tokens out, so that it does nothing without a temperature."""
+
+    @abstractmethod
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
+        """Begin a text of a model with `vocab_size` logits, whose other sampling options are `params`."""
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The strategy of a name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in STRATEGIES:
+        module, class_name = STRATEGIES[name].split(":")
+        found: type[Strategy] = getattr(import_module(f".{module}", __package__), class_name)
+        return found
+    from importlib.metadata import entry_points  # noqa: PLC0415 -- importing it takes 10 ms
+
+    others = {each.name: each for each in entry_points(group=ENTRY_POINTS)}
+    if name not in others:
+        known = ", ".join(sorted({*STRATEGIES, *others}))
+        raise InputError(f"there is no strategy {name!r:.60}", f"strategies are: {known}")
+    loaded: type[Strategy] = others[name].load()
+    return loaded
+
+
+def strategy(name: str, **options: Any) -> Strategy:
+    """The strategy of a name, with options of its own.
+
+    Raises:
+        InputError: there is none of the name, or it has no such option, or a value is wrong.
+    """
+    kind = strategy_class(name)
+    known = [each.name for each in fields(kind)]
+    if unknown := sorted(set(options) - set(known)):
+        hint = f"it has {', '.join(known)}" if known else "it has none"
+        raise InputError(f"the strategy {name} has no option {unknown[0]!r:.60}", hint)
+    try:
+        return kind(**options)
+    except InputError as error:
+        raise InputError(f"strategy {name}: {error.what}", error.hint) from error
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy of a text such as `dry:multiplier=0.8,allowed_length=3`; errors as for `strategy`."""
+    name, _, rest = text.partition(":")
+    given: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, _, value = part.partition("=")
+        given[option.strip().replace("-", "_")] = _value(value.strip())
+    return strategy(name, **given)
+
+
+def _value(text: str) -> Any:
+    """A number or a text, as it is written."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,176 @@
+"""Strategies that leave out unlikely or too likely tokens, by the probabilities of one position alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arguments.argument_types import option
+from ..sampling.logit_stage import Logits, LogitStage, Weights
+from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from ..sampling.sampler import SamplingParams
+    from ..text.tokenizer import TextTokenizer
+
+
+def _surprises(probabilities: Weights) -> Weights:
+    """Negative natural logarithms, infinite where a probability is 0."""
+    with np.errstate(divide="ignore"):
+        return -np.log(probabilities)
+
+
+def _entropy(probabilities: Weights) -> float:
+    """Entropy in nats."""
+    some = probabilities[probabilities > 0]
+    return float(-(some * np.log(some)).sum())
+
+
+@dataclass(frozen=True)
+class Typical(Strategy):
+    """Locally typical sampling."""
+
+    name: ClassVar[str] = "typical"
+    purpose: ClassVar[str] = "Text whose tokens are about as surprising as the model expects."
+    source: ClassVar[str] = "Meister et al. 2022, Locally Typical Sampling"
+    filters: ClassVar[bool] = True
+    mass: float = option(
+        0.95,
+        "Probability that the kept tokens have together, the most typical ones first.",
+        accepts=lambda mass: 0 < mass < 1,
+        range="above 0 and below 1",
+    )
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _Typical(self.mass)
+
+
+class _Typical(LogitStage):
+    def __init__(self, mass: float) -> None:
+        super().__init__()
+        self._mass: Final = mass
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+        """Keep the tokens whose surprise is closest to the entropy, until they have the mass together."""
+        probabilities = weights / weights.sum()
+        distance = np.abs(_surprises(probabilities) - _entropy(probabilities))
+        order = np.argsort(distance, kind="stable")
+        reached = int(np.searchsorted(np.cumsum(probabilities[order]), self._mass))
+        weights[distance > distance[order[min(reached, order.size - 1)]]] = 0
+        return weights
+
+
+@dataclass(frozen=True)
+class Eta(Strategy):
+    """Eta sampling."""
+
+    name: ClassVar[str] = "eta"
+    purpose: ClassVar[str] = "Leaves out tokens that are unlikely for how open the position is."
+    source: ClassVar[str] = "Hewitt et al. 2022, Truncation Sampling as Language Model Desmoothing"
+    filters: ClassVar[bool] = True
+    epsilon: float = option(
+        3e-4,
+        "Smallest probability of a token; less where the entropy is high.",
+        accepts=lambda epsilon: 0 < epsilon < 1,
+        range="above 0 and below 1",
+    )
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _Eta(self.epsilon)
+
+
+class _Eta(LogitStage):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self._epsilon: Final = epsilon
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+        """Keep the tokens of at least the probability, and the likeliest one."""
+        probabilities = weights / weights.sum()
+        least = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(probabilities)))
+        weights[probabilities < min(least, probabilities.max())] = 0
+        return weights
+
+
+@dataclass(frozen=True)
+class TopNSigma(Strategy):
+    """Top-n-sigma sampling."""
+
+    name: ClassVar[str] = "top-n-sigma"
+    purpose: ClassVar[str] = "Keeps the same tokens at every temperature, so that high temperatures stay readable."
+    source: ClassVar[str] = "Tang et al. 2024, Top-n-sigma: Not All Logits Are You Need"
+    filters: ClassVar[bool] = True
+    n: float = option(
+        1.0,
+        "How many standard deviations of the logits a token may be below the largest one.",
+        accepts=lambda n: 0 < n <= 100,
+        range="above 0 and at most 100",
+    )
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _TopNSigma(self.n / params.temperature)
+
+
+class _TopNSigma(LogitStage):
+    def __init__(self, deviations: float) -> None:
+        super().__init__()
+        self._deviations: Final = deviations
+        self._least = 0.0
+        """Smallest weight, relative to the largest one."""
+
+    def scores(self, logits: Logits) -> Logits:
+        """Note the deviation of the logits of all tokens that may come."""
+        possible = logits[logits > -np.inf]
+        self._least = math.exp(-self._deviations * float(possible.std(dtype=np.float64)))
+        return logits
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+        """Keep the tokens whose logits are close enough to the largest one."""
+        weights[weights < self._least * weights.max()] = 0
+        return weights
+
+
+@dataclass(frozen=True)
+class Xtc(Strategy):
+    """Exclude top choices."""
+
+    name: ClassVar[str] = "xtc"
+    purpose: ClassVar[str] = "Fewer clichés: where several tokens are likely, the likeliest are left out at times."
+    source: ClassVar[str] = "llama.cpp, XTC sampler (P. E. Weidmann, text-generation-webui pull request 6335)"
+    filters: ClassVar[bool] = True
+    probability: float = option(0.5, "How often tokens are left out.", least=0, most=1)
+    threshold: float = option(
+        0.1,
+        "Probability from which a token counts as likely; of these the least likely one is kept.",
+        accepts=lambda threshold: 0 < threshold <= 0.5,
+        range="above 0 and at most 0.5",
+    )
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+        """Begin a text."""
+        return _Xtc(self)
+
+
+class _Xtc(LogitStage):
+    def __init__(self, options: Xtc) -> None:
+        super().__init__()
+        self._options: Final = options
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+        """Mix both distributions, with and without the likeliest tokens, by how often each is to be sampled from."""
+        probabilities = weights / weights.sum()
+        likely = probabilities >= self._options.threshold
+        if likely.sum() < 2:
+            return weights
+        likely &= probabilities > probabilities[likely].min()
+        rest = np.where(likely, 0, probabilities)
+        share = self._options.probability
+        mixed: Weights = (1 - share) * probabilities + share * rest / rest.sum()
+        return mixed
