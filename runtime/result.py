@@ -51,6 +51,8 @@ class AnswerCandidate:
     """Why it ended; None if it was stopped because it could not, or would not, be among the best."""
     choice: int | None = None
     """Its index among the answers that were returned; None if it was not."""
+    vote_logprob: float | None = None
+    """Log-sum-exp of the log-probabilities of the answers that agree with it; None where answers do not vote."""
 
 
 @dataclass(frozen=True)

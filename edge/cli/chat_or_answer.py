@@ -129,7 +129,12 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         if chosen.tools is not None:
             raise InputError("--tools asks before each call, but there is a prompt to answer", "leave out one of them")
         return
-    of_answers = {"--raw": options.raw, "--json": as_json, "--json-stream": chosen.json_stream}
+    of_answers = {
+        "--raw": options.raw,
+        "--json": as_json,
+        "--json-stream": chosen.json_stream,
+        "--until": chosen.until is not None,
+    }
     for name, given in {**of_answers, "--n or --best-of": options.candidates > 1}.items():
         if given:
             raise InputError(f"{name} needs a prompt", "give -p TEXT, or text on standard input")

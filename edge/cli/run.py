@@ -18,9 +18,11 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
+from ...runtime.scheduling.answer_stream import AnswerStream
 from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
+from .until import CheckedAnswers
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
@@ -53,6 +55,13 @@ class RunOptions:
     regex: str | None = option(None, "Let the whole answer match a regular expression.", metavar="PATTERN")
     grammar: Path | None = option(None, "Let the answer follow the Lark or GBNF grammar in FILE.", metavar="FILE")
     choice: list[str] | None = option(None, "Let the answer be this text; repeat it for other choices.", metavar="TEXT")
+    until: str | None = option(
+        None,
+        "Sample until COMMAND succeeds (exit code 0) with the answer on its standard input, such as 'bash -n'; only "
+        "that answer is printed.",
+        metavar="COMMAND",
+    )
+    tries: int = option(10, "Most answers to sample for --until.", least=1, metavar="N")
     resume: Path | None = option(None, "Continue a conversation that /save wrote.", metavar="FILE")
     continue_: bool = option(
         False, "Go on with the latest conversation, with its model if none is named.", flags=("-c", "--continue")
@@ -100,8 +109,10 @@ def answer_prompt(
                 engine.keep_prefix(raw_prefix, options)
         with progress:
             text, sources, passages = _with_documents(engine, chosen, text, options, progress)
-        chunks = (
-            engine.stream(raw_prefix + text, options)
+        chunks: AnswerStream | CheckedAnswers = (
+            CheckedAnswers(engine, raw_prefix + text, options, chosen.until, chosen.tries)
+            if chosen.until is not None
+            else engine.stream(raw_prefix + text, options)
             if chosen.resume is None
             else engine.session(system=options.system, resume=chosen.resume).stream(text, options, system=None)
         )

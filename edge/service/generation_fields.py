@@ -108,6 +108,7 @@ class SamplingFields(FormatFields, kw_only=True):
     beam_groups: Annotated[int | None, option_meta("beam_groups", extension=True)] = None
     diversity_penalty: Annotated[float | None, option_meta("diversity_penalty", extension=True)] = None
     length_penalty: Annotated[float | None, option_meta("length_penalty", extension=True)] = None
+    vote: Annotated[bool | None, option_meta("vote", extension=True)] = None
     repetition_penalty: Annotated[
         float | None, about("Extension. Another name of repeat_penalty, which other servers use.")
     ] = None

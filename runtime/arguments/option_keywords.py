@@ -46,6 +46,8 @@ class GenerateKeywords(TypedDict, total=False):
     beam_groups: int
     diversity_penalty: float
     length_penalty: float
+    vote: bool
+    vote_by: str | None
     max_tokens: int | None
     stop: str | Sequence[str] | None
     temperature: float | None

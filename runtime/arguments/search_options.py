@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,6 +10,14 @@ from .argument_types import OptionRecord, option
 
 _MOST_BEAMS: Final = 64
 _MOST_LENGTH_PENALTY: Final = 10.0
+
+
+def _is_expression(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -40,3 +49,20 @@ class SearchOptions(OptionRecord):
         range=f"between -{_MOST_LENGTH_PENALTY:g} and {_MOST_LENGTH_PENALTY:g}",
         metavar="X",
     )
+    vote: bool = option(
+        False,
+        "Let the answers of best_of vote: those with the same text form a group, weighted with the sum of their "
+        "probabilities, and the most probable answers of the n heaviest groups are returned.",
+    )
+    vote_by: str | None = option(
+        None,
+        "Let the answers of best_of vote by the last match of this regular expression instead of their text.",
+        accepts=_is_expression,
+        range="a regular expression",
+        metavar="REGEX",
+    )
+
+    @property
+    def votes(self) -> bool:
+        """Whether answers vote."""
+        return self.vote or self.vote_by is not None

@@ -19,11 +19,12 @@ from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 from ..decode import FinishReason
 from ..generation import CachedSequence
 from ..graph.shared_passes import SharedPasses
-from ..options import Request
+from ..options import GenerateOptions, Request
 from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
 from ..sampling.logprobs import NO_LOGPROBS, LogprobTotals
 from ..strategies.search import RankingSearch
+from ..strategies.vote import by_vote
 from .request_queue import Chunks, RequestQueue, Ticket, TurnTaker
 from .request_run import Run
 from .turn_lock import POLL_S
@@ -208,7 +209,8 @@ class PromptAnswers:
                 if request.overflow is Overflow.ERROR:
                     room = sequence.arena.limit - len(request.prompt_ids)
                     most_tokens = room if most_tokens is None else min(room, most_tokens)
-                yield from best_of(self, options.n, EarlyStop(options.n, options.early_stop, most_tokens))
+                early_stop = None if options.votes else EarlyStop(options.n, options.early_stop, most_tokens)
+                yield from best_of(self, options, early_stop)
             else:
                 with closing(self.together(self.start)) as found:
                     for index, chunk in found:
@@ -314,23 +316,27 @@ class EarlyStop:
         return deficit * deficit >= -2 * math.log1p(-self._confidence) * spread
 
 
-def best_of(answers: PromptAnswers, wanted: int, early_stop: EarlyStop) -> Chunks:
+def best_of(answers: PromptAnswers, options: GenerateOptions, early_stop: EarlyStop | None) -> Chunks:
     """Generate answers, and return the chunks of the best when all have ended.
 
-    The best have the largest mean log-probability of their tokens, of which an end-of-sequence token is one. Of equal
-    ones the first is better. A request that is cancelled returns the best answers so far, as cancelled ones.
+    The best have the largest mean log-probability of their tokens, of which an end-of-sequence token is one, or are
+    elected `by_vote`. Of equal ones the first is better. A request that is cancelled returns the best answers so far,
+    as cancelled ones.
 
     Args:
         answers: the answers.
-        wanted: number of answers to return.
-        early_stop: decides which answers are stopped.
+        options: say how many to return, and whether answers vote.
+        early_stop: decides which answers are stopped; None for none.
     """
+    wanted = options.n
     found: dict[int, list[Chunk]] = {}
 
     def unless_stopped(index: int, taker: TurnTaker) -> Chunks:
         with closing(answers.start(index, taker)) as chunks:
             for chunk in chunks:
                 yield chunk
+                if early_stop is None:
+                    continue
                 if chunk.finish_reason is None and early_stop.stops(chunk.logprob_totals):
                     return
                 if chunk.finish_reason not in (None, FinishReason.CANCELLED):
@@ -349,10 +355,15 @@ def best_of(answers: PromptAnswers, wanted: int, early_stop: EarlyStop) -> Chunk
     ended = [index for index, end in ends.items() if end.finish_reason is not None]
     # Of answers that were cut off, nobody knows how they would have ended.
     ended.sort(key=lambda index: (ends[index].finish_reason is FinishReason.CANCELLED, -candidates[index].mean_logprob))
+    if options.votes:
+        texts = {index: "".join(chunk.text for chunk in found[index]) for index in ended}
+        votes = by_vote({i: (texts[i], ends[i].logprob_totals.total) for i in ended}, options.vote_by)
+        ended = list(votes)
+        candidates |= {index: replace(candidates[index], vote_logprob=votes[index]) for index in ended}
     best = ended[:wanted]
     for choice, index in enumerate(best):
         candidates[index] = replace(candidates[index], choice=choice)
-    report = BestOf(tuple(candidates.values()), early_stop.most_tokens)
+    report = BestOf(tuple(candidates.values()), None if early_stop is None else early_stop.most_tokens)
     reading = ends[0].stats if 0 in ends else None
     for choice in range(wanted):
         *chosen, last = found[best[choice]] if choice < len(best) else (Chunk("", FinishReason.CANCELLED, Stats()),)

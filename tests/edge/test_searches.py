@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from ast import literal_eval
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import httpx
 import pytest
 
 import edgerun
+from edgerun.edge.cli.main import main
 from edgerun.edge.server.server_settings import ServerSettings
 from support.commands import Capture, fails, json_of, output_of
 from support.serving import served_here
@@ -52,3 +55,49 @@ def test_beams(capsys: Capture, tiny_bundle: Path, base: str) -> None:
     assert "num_beams is 2" in refused(base, num_beams=2, n=3)
     assert "num_beams is 2" in fails(capsys, tiny_bundle, "-p", PROMPT, "--beams", 2, "--n", 3)
     assert output_of(capsys, *arguments[:-2]).strip() == plain.text.strip()
+
+
+def test_votes(capsys: Capture, tiny_bundle: Path, base: str) -> None:
+    options = {"temperature": 1.5, "seed": 11, "best_of": 12}
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        elected = engine.generate(PROMPT, raw=True, max_tokens=8, vote=True, **options).text
+        by_letter = engine.generate(PROMPT, raw=True, max_tokens=8, vote_by="^.", **options).text
+    arguments = (tiny_bundle, "-p", PROMPT, "--raw", "-n", 8, "-t", 1.5, "--seed", 11, "--best-of", 12, "--json")
+    found = json_of(capsys, *arguments, "--vote")
+    assert found["text"] == elected
+    weights = [each["vote_logprob"] for each in found["best_of"]["candidates"]]
+    assert weights[[each["choice"] for each in found["best_of"]["candidates"]].index(0)] == max(weights)
+    assert json_of(capsys, *arguments, "--vote-by", "^.")["text"] == by_letter
+    assert completed(base, vote=True, **options) == [elected]
+    # A regular expression can take any time, so only those who run the program may give one.
+    assert "vote_by" in refused(base, vote_by="^.", **options)
+
+
+def test_sampling_until_a_command_accepts(capsys: Capture, tiny_bundle: Path, tmp_path: Path, base: str) -> None:
+    seen = tmp_path / "seen"
+    script = tmp_path / "check.py"
+    script.write_text(
+        "import sys\n"
+        f"seen = open({str(seen)!r}, 'a+', encoding='utf-8')\n"
+        "seen.seek(0)\n"
+        "count = len(seen.readlines())\n"
+        "seen.write(repr(sys.stdin.buffer.read().decode()) + '\\n')\n"
+        "sys.exit(count != 2)\n",
+        encoding="utf-8",
+    )
+    command = f'"{sys.executable}" "{script}"'
+    arguments = (tiny_bundle, "-p", PROMPT, "--raw", "-n", 8, "-t", 1.5, "--seed", 5, "--until", command)
+    found = json_of(capsys, *arguments, "--json")
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        samples = [
+            engine.generate(PROMPT, raw=True, max_tokens=8, temperature=1.5, seed=5 + number).text
+            for number in range(3)
+        ]
+    assert [literal_eval(line) for line in seen.read_text(encoding="utf-8").splitlines()] == samples
+    assert found["text"] == samples[2]
+    assert main([str(each) for each in (*arguments, "--tries", 2)]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "none of 2 answers passes" in err) == ("", True)
+    assert "add -t" in fails(capsys, tiny_bundle, "-p", PROMPT, "-t", 0, "--until", command)
+    assert "no --n" in fails(capsys, *arguments, "--n", 2)
+    assert "until" in refused(base, until="true")
