@@ -45,6 +45,8 @@ DRAFT_FOLDER: Final = "draft"
 """Folder below the model's in which an export puts the draft, a bundle too."""
 SENTENCE_POOLING: Final = "1_Pooling/config.json"
 """How sentence-transformers makes one vector of the hidden states of a text, where a checkpoint says so."""
+SENTENCE_PROMPTS: Final = "config_sentence_transformers.json"
+"""What sentence-transformers writes before texts, where a checkpoint says so."""
 POOLING_NAME: Final = "pooling.json"
 """The same file in a bundle."""
 TOKENIZER_AND_CONFIG_FILES: Final = (
@@ -203,6 +205,18 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
         reason = error.strerror or str(error)
         raise BundleError(f"{error.filename or path} cannot be read: {reason}", "check its permissions") from error
     return bundle
+
+
+def unchecked_bundle(graph: Path, folder: Path) -> Bundle:
+    """The model with a graph, whose other files are not compared with its manifest.
+
+    Raises:
+        EdgeError: the manifest is damaged.
+        OSError: it cannot be read.
+    """
+    manifest_path = graph.parent / MANIFEST_NAME
+    manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
+    return Bundle(folder, graph, manifest)
 
 
 def require_text_path(path: Path) -> None:

@@ -63,6 +63,8 @@ class AppContext:
     """MCP servers, whose tools conversations can use."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `edgerun.load` with which a check in a process of its own opens a model as the pool does."""
+    embedding_model: str | None = None
+    """Which model finds passages of documents by their meaning; as for `passage_encoder`."""
 
     def default_model(self) -> str | None:
         """The model of conversations that name none; None where there is no model."""

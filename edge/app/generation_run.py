@@ -14,7 +14,6 @@ from ...models.find import BUNDLED_MODEL
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
-from ...runtime.result import Stats
 from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
 from ..conversations.answering import (
@@ -169,7 +168,9 @@ class GenerationRun:
         conversation = self._context.store.conversation(first.conversation)
         options = self._options(conversation.sampling, engine, generations)
         asked = [each.message for each in generations]
-        messages = read_with_passages(engine, self._context.store, asked, options, self._progress, cancellation)
+        messages, no_passage = read_with_passages(
+            engine, self._context.store, asked, options, self._progress, cancellation, self._context.embedding_model
+        )
         for each in generations:
             each.message = replace(each.message, passages=messages[-1].passages)
         if rounds:
@@ -191,14 +192,13 @@ class GenerationRun:
                 if chunk.finish_reason is not None and chunk.stats is not None:
                     cancelled = chunk.finish_reason is FinishReason.CANCELLED
                     each.state = each.state_if_cancelled if cancelled else END_STATES[chunk.finish_reason]
-                    each.stats = self._stats(chunk.stats, fit.trimmed, engine)
+                    each.stats = self._stats(stats_object(chunk.stats, fit.trimmed, no_passage=no_passage), engine)
                     record_speed(self._context, self._model, chunk.stats)
                     yield each
         if any(each.state is None for each in generations):
             raise CancelledError("the answer has no end")
 
-    def _stats(self, stats: Stats, trimmed: Sequence[str], engine: Engine) -> dict[str, Any]:
-        shown = stats_object(stats, trimmed)
+    def _stats(self, shown: dict[str, Any], engine: Engine) -> dict[str, Any]:
         if self._tools and not takes_calls(engine):
             shown["tools_ignored"] = True
         if self._model == BUNDLED_MODEL and is_small_talk(self._question.content):

@@ -18,7 +18,7 @@ from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
 from ..terminal.output import showing_tracebacks, write_error
 from .pool_options import POOL, Models
-from .shared_options import OptionsOf, takes_options
+from .shared_options import OptionsOf, embedding_option, takes_options
 
 if TYPE_CHECKING:
     import socket
@@ -52,6 +52,7 @@ class AppOptions:
     )
     browser: bool = option(True, "Open the page in the browser, or only print its address.")
     window: bool = option(False, "Open the page in a window of its own (extra window).")
+    embedding_model: str | None = embedding_option()
 
 
 _APP: Final = OptionsOf(AppOptions())
@@ -73,12 +74,15 @@ def app(
     with missing_extra("the app", "app"):
         from ..app import app_service  # noqa: F401  what it needs has to be there before the app begins
         from ..app.app_access import join_running_app
+        from ..documents.retrieval import passage_encoder
         from ..server import uvicorn_server  # noqa: F401
     if options.window:
         try:
             import webview  # noqa: F401
         except ModuleNotFoundError as error:
             raise InputError("a window needs the package pywebview", 'pip install "edge-run[window]"') from error
+    if options.embedding_model is not None:
+        passage_encoder(options.embedding_model)
     with ExitStack() as stack:
         if (running := join_running_app(stack, data_folder())) is not None:
             others = ", with the models that it was started with; end it first to give it others"
@@ -88,7 +92,7 @@ def app(
         store = stack.enter_context(ConversationStore(notice=lambda text: write_error(f"edge-run: {text}")))
         pool = stack.enter_context(POOL.record(given).open(models, load))
         listening = stack.enter_context(_bound_socket(options.port))
-        server, url = _server(store, pool, listening.getsockname()[1], load)
+        server, url = _server(store, pool, listening.getsockname()[1], load, options.embedding_model)
         with showing_tracebacks(given["debug"]):
             if options.window:
                 _run_in_window(server, listening, url)
@@ -97,7 +101,9 @@ def app(
                 server.run([listening])
 
 
-def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOptions) -> tuple[DrainingServer, str]:
+def _server(
+    store: ConversationStore, pool: ModelPool, port: int, load: LoadOptions, embedding_model: str | None
+) -> tuple[DrainingServer, str]:
     """The app at a port, which other processes of this user find from now on, and the address that opens it once."""
     from ..app.app_access import AppAccess, announce, open_url, session_secret
     from ..app.app_context import AppContext
@@ -116,7 +122,7 @@ def _server(store: ConversationStore, pool: ModelPool, port: int, load: LoadOpti
     shared = {name: getattr(load, name) for name in ("device", "threads", "context", "draft", "cache", "kv")}
     # Checks of exactness compare texts whose prompts were read by the model's own graph.
     shared |= {"prefill": PrefillMode.PLAIN.value}
-    service = AppService(AppContext(store, pool, events, settings, tools, shared), access)
+    service = AppService(AppContext(store, pool, events, settings, tools, shared, embedding_model), access)
     server = DrainingServer(chat_app(service), service, settings, _DRAIN_S)
     announce(folder, port, access)
     return server, open_url(port, access.new_token())

@@ -73,6 +73,7 @@ def chat_or_answer(
         latest=chosen.continue_,
         saving=chosen.save,
         documents=document_paths(chosen.documents or ()),
+        embedding_model=chosen.embedding_model,
         show_stats=chosen.stats,
         tools=configured_servers(chosen.tools) if chosen.tools else (),
     )
@@ -113,13 +114,15 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
     Raises:
         InputError: they do not.
     """
-    from ..documents.retrieval import document_paths
+    from ..documents.retrieval import document_paths, passage_encoder
 
     if as_json and chosen.json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
     if chosen.documents and options.raw:
         raise InputError("--documents needs the chat template, which --raw leaves out", "leave out one of them")
     document_paths(chosen.documents or ())  # before the model is loaded
+    if chosen.embedding_model is not None:
+        passage_encoder(chosen.embedding_model)
     if options.logprobs is not None and not (as_json or chosen.json_stream):
         raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     if not chatting:

@@ -13,7 +13,7 @@ import tokenizers
 from rich.table import Table
 
 from ...errors import EdgeError
-from ...models.bundle import Bundle
+from ...models.bundle import Bundle, unchecked_bundle
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
 from ...models.user_folders import cache_folder
@@ -27,7 +27,7 @@ from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.device_choice import THREAD_CHOICES, chosen_threads, thread_candidates, thread_choice_key
 from ...runtime.measure.measurement_store import describe_machine, model_key
 from ...runtime.measure.pass_timing import PASS_COSTS
-from ..service.model_files import describe_files, unchecked_bundle
+from ..service.model_files import describe_files
 from ..terminal.output import SafeConsole, write_json, write_line
 from .devices import missing_lines
 from .models import describe as described_models

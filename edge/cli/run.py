@@ -14,6 +14,7 @@ from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, unify_line_ends
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.conversation import Session
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
@@ -22,6 +23,7 @@ from ...runtime.scheduling.answer_stream import AnswerStream
 from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
+from .shared_options import embedding_option
 from .until import CheckedAnswers
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
@@ -46,6 +48,7 @@ class RunOptions:
         "and the sources are listed under the answer. May be repeated.",
         metavar="PATH",
     )
+    embedding_model: str | None = embedding_option()
     json_schema: Path | None = option(
         None,
         "Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
@@ -107,14 +110,15 @@ def answer_prompt(
         if raw_prefix:
             with progress:
                 engine.keep_prefix(raw_prefix, options)
+        session = engine.session(system=options.system, resume=chosen.resume) if chosen.resume is not None else None
         with progress:
-            text, sources, passages = _with_documents(engine, chosen, text, options, progress)
+            text, sources, passages = _with_documents(engine, session, chosen, text, options, progress)
         chunks: AnswerStream | CheckedAnswers = (
             CheckedAnswers(engine, raw_prefix + text, options, chosen.until, chosen.tries)
             if chosen.until is not None
             else engine.stream(raw_prefix + text, options)
-            if chosen.resume is None
-            else engine.session(system=options.system, resume=chosen.resume).stream(text, options, system=None)
+            if session is None
+            else session.stream(text, options, system=None)
         )
         with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
             for chunk in chunks:
@@ -139,17 +143,27 @@ def answer_prompt(
 
 
 def _with_documents(
-    engine: Engine, chosen: RunOptions, text: str, options: GenerateOptions, progress: ProgressDisplay
+    engine: Engine,
+    session: Session | None,
+    chosen: RunOptions,
+    text: str,
+    options: GenerateOptions,
+    progress: ProgressDisplay,
 ) -> tuple[str, list[str], list[dict[str, Any]]]:
-    """The prompt with passages of the documents before it, a line for each source, and the passages for JSON."""
+    """The prompt with passages of the documents before it, lines about these, and the passages for JSON."""
     if not chosen.documents:
         return text, [], []
-    from ..conversations.records import source_lines, with_passages
+    from ..conversations.records import NO_PASSAGE, source_lines, with_passages
     from ..documents.retrieval import find_passages
 
-    found = find_passages(engine, chosen.documents, text, options, progress)
+    asked, earlier = {"role": "user", "content": text}, 0
+    if session is not None:
+        earlier = engine.count_tokens([*session.messages, asked], options) - engine.count_tokens([asked], options)
+    found = find_passages(
+        engine, chosen.documents, text, options, progress, earlier=earlier, embedding_model=chosen.embedding_model
+    )
     described = [{"source": each.source, "line": each.line, "text": each.text} for each in found]
-    return with_passages(text, found), source_lines(found), described
+    return with_passages(text, found), source_lines(found) or [NO_PASSAGE], described
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

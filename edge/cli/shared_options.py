@@ -16,7 +16,7 @@ import typer
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
-from ...runtime.arguments.argument_types import options_of
+from ...runtime.arguments.argument_types import option, options_of
 from ...runtime.speculation.choice import Speculation
 from ...runtime.strategies.strategy import parse_strategy
 
@@ -47,6 +47,14 @@ Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help=PROMPTS_HELP,
 Offline = Annotated[bool, typer.Option("--offline", help="Do not contact the Hugging Face Hub.", callback=_go_offline)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def embedding_option() -> Any:
+    """The option of commands that answer from documents."""
+    about = (
+        "Embedding model that finds passages of documents by their meaning, beside their words; none for words alone."
+    )
+    return option(None, about, metavar="NAME", unset="the first encoder that edge-run models lists")
 
 
 @dataclass(frozen=True)

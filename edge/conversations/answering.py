@@ -111,12 +111,13 @@ class MessageWriter:
         return self._store.finish_answer(self.message_id, self.content, state, tokens=tokens, stats=stats, error=error)
 
 
-def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
+def stats_object(stats: Stats, trimmed: Sequence[str] = (), *, no_passage: bool = False) -> dict[str, Any]:
     """Statistics of an answer as they are kept with it. Times are in seconds.
 
     Args:
         stats: the statistics.
         trimmed: ids of the messages that were left out of its prompt.
+        no_passage: whether nothing was found in the documents.
     """
     return {
         "tokens": stats.text_tokens,
@@ -131,6 +132,7 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = ()) -> dict[str, Any]:
         "accepted": stats.accepted,
         "drafters": {name: asdict(counts) for name, counts in stats.by_source.items()},
         "trimmed": list(trimmed),
+        **({"no_passage": True} if no_passage else {}),
     }
 
 
@@ -183,7 +185,7 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
 
     def tokens_of(kept: int) -> int:
         last = [message for turn in turns[len(turns) - kept :] for message in turn]
-        prompts[kept] = engine.chat_prompt(model_messages(system, last, calls=takes_calls(engine)), options)
+        prompts[kept] = _chat_prompt(engine, system, last, options)
         return len(prompts[kept].ids) + start_tokens
 
     if overflow is Overflow.TRIM:
@@ -206,24 +208,47 @@ def read_with_passages(
     options: GenerateOptions,
     progress: Progress,
     cancellation: Cancellation,
-) -> list[StoredMessage]:
+    embedding_model: str | None,
+) -> tuple[list[StoredMessage], bool]:
     """The messages up to the one that answers are written to, with the passages that these are given to read.
 
     Passages that an answer has stay; others are found in the documents of the conversation, and kept with it.
+
+    Returns:
+        The messages, and whether nothing was found in the documents.
 
     Raises:
         EdgeError: as for `find_passages`; or the file of conversations cannot be written.
     """
     first = store.message(answers[0].id)
     conversation, (*before, question) = store.conversation(first.conversation), store.branch(first.parent or "")
-    passages = first.passages
-    if not passages:
-        options = options.changed({"system": conversation.system or None})
-        paths, text = conversation.documents, question.content
-        passages = find_passages(engine, paths, text, options, progress, lambda: cancellation.cancelled)
+    paths, passages = conversation.documents, first.passages
+    if paths and not passages:
+        all_tokens, own_tokens = (
+            len(_chat_prompt(engine, conversation.system, messages, options).ids)
+            for messages in ([*before, question], [question])
+        )
+        overflow = options.overflow or engine.overflow or Overflow.TRIM
+        passages = find_passages(
+            engine,
+            paths,
+            question.content,
+            options.changed({"system": conversation.system or None, "overflow": overflow}),
+            progress,
+            lambda: cancellation.cancelled,
+            earlier=all_tokens - own_tokens,
+            embedding_model=embedding_model,
+        )
     for each in answers if passages != first.passages else ():
         store.set_passages(each.id, passages)
-    return [*before, replace(question, passages=passages)]
+    return [*before, replace(question, passages=passages)], bool(paths) and not passages
+
+
+def _chat_prompt(
+    engine: Engine, system: str, messages: Sequence[StoredMessage], options: GenerateOptions
+) -> ChatPrompt:
+    """The prompt of messages; `options` have no system message."""
+    return engine.chat_prompt(model_messages(system, messages, calls=takes_calls(engine)), options)
 
 
 def takes_calls(engine: Engine) -> bool:

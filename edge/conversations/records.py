@@ -47,6 +47,7 @@ MAX_DOCUMENTS: Final = 32
 MAX_TOOLS: Final = 128
 """Most tools of one conversation."""
 _TITLE_LENGTH: Final = 60
+NO_PASSAGE: Final = "no passage of the documents fits the question"
 _BEFORE: Final = "Answer from these passages of documents where they help, and name those that you use by number.\n\n"
 _MARKS: Final = "#>*-_` \t"
 """What Markdown begins lines with, and titles do not."""

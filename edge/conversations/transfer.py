@@ -92,6 +92,7 @@ class _Stats(msgspec.Struct, forbid_unknown_fields=True):
     trimmed: list[_Id] | UnsetType = UNSET
     small_talk: bool | UnsetType = UNSET
     tools_ignored: bool | UnsetType = UNSET
+    no_passage: bool | UnsetType = UNSET
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):

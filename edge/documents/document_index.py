@@ -9,18 +9,23 @@ import sqlite3
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.file_system import locked, remove
 from ...models.progress import Progress, silent
 from ...models.regular_file import open_regular
 from ...models.user_folders import cache_folder, make_private_file, make_private_folder
+from ...runtime.encoders.encoder import Encoder
 from ...runtime.prefill import never
 from ..conversations.records import Passage
 from .document_text import document_text, split_passages
@@ -47,17 +52,25 @@ _TABLES: Final = (
     "CREATE INDEX IF NOT EXISTS passage_file ON passage (file)",
     "CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5 (name, text, content = '', "
     "tokenize = 'porter unicode61 remove_diacritics 2')",
+    "CREATE TABLE IF NOT EXISTS vector (passage INTEGER PRIMARY KEY REFERENCES passage ON DELETE CASCADE, "
+    "model TEXT NOT NULL, elements BLOB NOT NULL)",
 )
 _PASSAGE: Final = (
     "SELECT passage.number, name, line, substr(text, start + 1, length) FROM passage "
     "JOIN file ON file.number = passage.file"
 )
+_LACKING: Final = "LEFT JOIN vector ON vector.passage = passage.number WHERE vector.model IS NOT ?"
+_COUNT_LACKING: Final = f"SELECT count(*) FROM passage {_LACKING}"  # noqa: S608
 _SAME: Final = "UPDATE file SET size = ?, modified = ? WHERE name = ? AND digest = ?"
 _ADD_FILE: Final = "INSERT INTO file (name, size, modified, digest, text, skipped) VALUES (?, ?, ?, ?, ?, ?)"
 _ADD_PASSAGE: Final = "INSERT INTO passage (file, start, length, line) VALUES (?, ?, ?, ?)"
 _ADD_WORDS: Final = "INSERT INTO words (rowid, name, text) VALUES (?, ?, ?)"
 _RANKED: Final = "SELECT rowid FROM words WHERE words MATCH ? AND rank MATCH 'bm25(2.0, 1.0)' ORDER BY rank LIMIT ?"
 """BM25, in which a word in the name of a file counts twice. Source: Robertson and Zaragoza 2009, as FTS5 has it."""
+_EMBEDDED: Final = 16
+"""Passages whose vectors are made in one transaction, which other processes wait for if they write, too."""
+_COMPARED: Final = 4_096
+"""Vectors that are in memory at a time."""
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _BUSY_S: Final = 30.0
 _SETTLED_NS: Final = 2_000_000_000
@@ -145,11 +158,42 @@ class DocumentIndex(AbstractContextManager["DocumentIndex"]):
         """The passages with words of a question that BM25 ranks first; any text is a valid question."""
         if not (query := match_query(question)):
             return []
-        numbers = [row[0] for row in self._database.execute(_RANKED, (query, limit))]
-        marks = ", ".join("?" * len(numbers))
-        rows = self._database.execute(f"{_PASSAGE} WHERE passage.number IN ({marks})", numbers)
-        found = {number: Passage(self._source(name), line, text) for number, name, line, text in rows}
-        return [found[number] for number in numbers if number in found]
+        return self._passages([row[0] for row in self._database.execute(_RANKED, (query, limit))])
+
+    def embed(self, encoder: Encoder, progress: Progress = silent, cancelled: Callable[[], bool] = never) -> None:
+        """Make the vectors that passages lack, a few at a time in a transaction; those of another model are replaced.
+
+        Raises:
+            CancelledError: `cancelled` returned True; the vectors that have been made stay.
+        """
+        model, last = encoder.fingerprint, 0
+        (count,) = self._database.execute(_COUNT_LACKING, (model,)).fetchone()
+        following = f"{_PASSAGE} {_LACKING} AND passage.number > ? ORDER BY passage.number LIMIT ?"
+        for done in range(0, count, _EMBEDDED):
+            if cancelled():
+                raise CancelledError("reading the documents was cancelled")
+            progress("embedding documents", done / count)
+            with self._database as database:
+                # The transaction begins first, so that a passage does not change while its vector is made.
+                database.execute("BEGIN IMMEDIATE")
+                rows = database.execute(following, (model, last, _EMBEDDED)).fetchall()
+                vectors = _vectors(encoder, [text for *_, text in rows], "document").astype(np.float16)
+                values = [(row[0], model, vector.tobytes()) for row, vector in zip(rows, vectors, strict=True)]
+                database.executemany("REPLACE INTO vector (passage, model, elements) VALUES (?, ?, ?)", values)
+            last = max([last, *(row[0] for row in rows)])
+
+    def nearest(self, encoder: Encoder, question: str, limit: int) -> list[Passage]:
+        """The passages whose vectors have the greatest cosine similarity to a question's; `embed` makes them."""
+        if not question.strip():
+            return []
+        (wanted,) = _vectors(encoder, [question], "query")
+        best: list[tuple[float, int]] = []
+        vectors = self._database.execute("SELECT passage, elements FROM vector WHERE model = ?", (encoder.fingerprint,))
+        while rows := vectors.fetchmany(_COMPARED):
+            elements = np.frombuffer(b"".join(row[1] for row in rows), np.float16).reshape(len(rows), -1)
+            similarities = (elements.astype(np.float32) @ wanted).tolist()
+            best = nlargest(limit, [*best, *zip(similarities, (row[0] for row in rows), strict=True)])
+        return self._passages([number for _, number in best])
 
     def whole(self, most_characters: int, most_files: int) -> list[Passage] | None:
         """All documents from beginning to end; None if they are more than that."""
@@ -162,6 +206,12 @@ class DocumentIndex(AbstractContextManager["DocumentIndex"]):
 
     def __exit__(self, *_error: object) -> None:
         self._database.close()
+
+    def _passages(self, numbers: Sequence[int]) -> list[Passage]:
+        marks = ", ".join("?" * len(numbers))
+        rows = self._database.execute(f"{_PASSAGE} WHERE passage.number IN ({marks})", numbers)
+        found = {number: Passage(self._source(name), line, text) for number, name, line, text in rows}
+        return [found[number] for number in numbers if number in found]
 
     def _source(self, name: bytes) -> str:
         """How users and models read the name of a file."""
@@ -274,6 +324,13 @@ def match_query(question: str) -> str:
         else:
             parts[_spaced(word.lower()).strip()] = None
     return " OR ".join(f'"{each}"' for each in list(parts)[:_MOST_WORDS])
+
+
+def _vectors(encoder: Encoder, texts: Sequence[str], kind: str) -> npt.NDArray[np.float32]:
+    """Vectors `[n, d]` of texts with what the model wants before them; of a text that is too long, of its beginning."""
+    before, last = str(encoder.prompts.get(kind, "")), encoder.context - 1
+    encoded = [encoder.tokenizer.encode(before + text, add_special_tokens=True) for text in texts]
+    return encoder.embed([ids if len(ids) <= last else [*ids[:last], ids[-1]] for ids in encoded])
 
 
 def _drop(database: sqlite3.Connection, name: bytes) -> None:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from ...errors import InputError
+from ...errors import EdgeError, InputError
+from ...models.bundle import unchecked_bundle
+from ...models.find import find_model
+from ...models.graph_files import find_graph
+from ...models.graph_variant import DeviceKind
+from ...models.onnx_file.wire import outputs_of
 from ...models.progress import Progress, silent
+from ...runtime.encoders.encoder import Encoder, load_encoder
 from ...runtime.engine import Engine
+from ...runtime.graph.encoder_graph import SCORE, is_encoder
 from ...runtime.options import GenerateOptions
-from ...runtime.overflow import answer_reserve
+from ...runtime.overflow import Overflow, answer_reserve
 from ...runtime.prefill import never
 from ..conversations.records import Passage, passage_entries, with_passages
+from ..service.offered_models import OfferedModels
 from .document_index import DocumentIndex, with_index
 
 MAX_PASSAGES: Final = 8
 """Most passages, or whole documents, of a prompt."""
+NO_MODEL: Final = "none"
+"""Name of the embedding model where there is to be none."""
 _CHARACTERS_PER_TOKEN: Final = 8
 """More than tokens have in any language: longer documents are not tokenized in order to find out whether they fit."""
 _RANK_OFFSET: Final = 60
@@ -31,12 +43,17 @@ def find_passages(
     options: GenerateOptions,
     progress: Progress = silent,
     cancelled: Callable[[], bool] = never,
+    *,
+    earlier: int = 0,
+    embedding_model: str | None = None,
 ) -> tuple[Passage, ...]:
     """Bring the indexes of documents up to date, and choose what answers a question.
 
-    All documents are chosen whole if they are few and fit the context of the model beside the question, the system
-    message and room for the answer. Otherwise the passages that BM25 ranks first are, as many as fit. Rankings of
-    several folders are combined by reciprocal rank fusion.
+    All documents are chosen whole if they are few and fit the context of the model beside the conversation, the
+    question and room for the answer. Otherwise the passages that are ranked first are, as many as fit: by BM25 and,
+    where there is an embedding model, by cosine similarity. Rankings, those of several folders too, are combined by
+    reciprocal rank fusion. Where the overflow leaves out what is old, passages may take half of what the question
+    leaves.
 
     Args:
         engine: the model, whose tokenizer counts.
@@ -45,18 +62,22 @@ def find_passages(
         options: options of the answer, whose system message and tools take room too.
         progress: receives the progress of reading.
         cancelled: returns whether to stop.
+        earlier: number of tokens of the conversation before the question.
+        embedding_model: as for `passage_encoder`.
 
     Raises:
         CancelledError: `cancelled` returned True.
         InputError: a folder or file does not exist.
-        EdgeError: an index cannot be read or written.
+        EdgeError: an index cannot be read or written, or the embedding model cannot be loaded.
 
     Source: Cormack, Clarke and Buettcher 2009, Reciprocal Rank Fusion.
     """
     if not paths:
         return ()
     taken = engine.count_tokens(with_passages(question, [_NOTHING]), options)
-    room = engine.context - answer_reserve(engine.context, options.max_tokens) - taken
+    free = engine.context - answer_reserve(engine.context, options.max_tokens) - taken
+    stays = (options.overflow or engine.overflow or Overflow.ERROR) == Overflow.ERROR
+    room = free - earlier if stays else max(free - earlier, free // 2)
 
     def found(index: DocumentIndex) -> tuple[list[Passage], list[Passage] | None]:
         index.update(progress, cancelled)
@@ -71,7 +92,40 @@ def find_passages(
         documents = None if documents is None or whole is None else documents + whole
     if documents and len(documents) <= MAX_PASSAGES and len(fitting(engine, documents, room)) == len(documents):
         return tuple(documents)
+    if room > 0 and (encoder := passage_encoder(embedding_model)) is not None:
+
+        def nearest(index: DocumentIndex) -> list[Passage]:
+            index.update(progress, cancelled)  # a damaged index has been made anew
+            index.embed(encoder, progress, cancelled)
+            return index.nearest(encoder, question, 2 * MAX_PASSAGES)
+
+        rankings += [with_index(Path(path), nearest) for path in paths]
     return tuple(fitting(engine, fused(rankings), room)[:MAX_PASSAGES])
+
+
+def passage_encoder(wanted: str | None) -> Encoder | None:
+    """The embedding model that finds passages by their meaning; it stays loaded.
+
+    Args:
+        wanted: its name or path, or `none`; None for the first encoder on this machine that makes vectors and can be
+            loaded.
+
+    Raises:
+        EdgeError: the one that is named cannot be loaded.
+    """
+    if wanted is not None:
+        return None if wanted == NO_MODEL else _loaded(find_model(wanted))
+    for entry in OfferedModels([]).entries():
+        with suppress(EdgeError, OSError):
+            graph, _, folder = find_graph(Path(entry.source), None, DeviceKind.CPU)
+            if is_encoder(unchecked_bundle(graph, folder)) and SCORE not in outputs_of(graph):
+                return _loaded(Path(entry.source))
+    return None
+
+
+@lru_cache(1)
+def _loaded(path: Path) -> Encoder:
+    return load_encoder(path)
 
 
 def document_paths(given: Sequence[str | Path]) -> tuple[str, ...]:

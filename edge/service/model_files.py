@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import EdgeError, InputError
-from ...models.bundle import Bundle
+from ...models.bundle import Bundle, unchecked_bundle
 from ...models.file_system import remove
 from ...models.find import BUNDLED_MODEL, exports_folder, is_on_hub
 from ...models.graph_files import find_graph
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
-from ...models.manifest import MANIFEST_NAME, Manifest
-from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ...runtime.graph.encoder_graph import is_encoder
 from ...runtime.options import model_defaults
 from ...runtime.sampling.sampler import SamplingParams
@@ -98,18 +96,6 @@ def is_removable(path: Path) -> bool:
 
 def _is_exported(path: Path) -> bool:
     return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
-
-
-def unchecked_bundle(graph: Path, folder: Path) -> Bundle:
-    """The model with a graph, whose other files are not compared with its manifest.
-
-    Raises:
-        EdgeError: the manifest is damaged.
-        OSError: it cannot be read.
-    """
-    manifest_path = graph.parent / MANIFEST_NAME
-    manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
-    return Bundle(folder, graph, manifest)
 
 
 def describe_files(bundle: Bundle) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
 
 from ...errors import BundleError
-from ..bundle import GRAPH_NAME, SENTENCE_POOLING, TOKENIZER_AND_CONFIG_FILES
+from ..bundle import GRAPH_NAME, SENTENCE_POOLING, SENTENCE_PROMPTS, TOKENIZER_AND_CONFIG_FILES
 from ..graph_files import genai_decoder
 from ..graph_variant import DeviceKind
 from ..manifest import MANIFEST_NAME, Manifest
@@ -37,6 +37,7 @@ _TEXT_FILES: Final = (
     "added_tokens.json",
     "chat_template.json",
     SENTENCE_POOLING,
+    SENTENCE_PROMPTS,
     "2_Dense/config.json",
 )
 _CHECKPOINT_FILES: Final = (*_TEXT_FILES, "model.safetensors.index.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias, Unpack
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError, EdgeError, InputError
-from ...models.bundle import Bundle, open_bundle
+from ...models.bundle import SENTENCE_PROMPTS, Bundle, open_bundle
 from ...models.find import find_model, model_name
 from ...models.json_file import is_whole
 from ...models.progress import Progress, silent
@@ -53,7 +53,9 @@ class Encoder:
     def __init__(self, bundle: Bundle, threads: int = 0) -> None:
         graph = EncoderGraph(bundle, SessionConfig(cpu_device(), threads))
         self._graph: EncoderGraph | None = graph
-        self._name: Final = model_name(bundle.folder)
+        self.name: Final = model_name(bundle.folder)
+        self.fingerprint: Final = bundle.fingerprint
+        """What the vectors of one model have in common, and only those."""
         self._pooling: Final = pooling_of(bundle, _POOLING)
         if bundle.input_vocab is None:
             raise BundleError(
@@ -69,6 +71,9 @@ class Encoder:
         limits: tuple[Any, ...] = (bundle.context, self.tokenizer.config.get("model_max_length"))
         self.context: Final[int] = min((each for each in limits if is_whole(each, 1)), default=_CONTEXT)
         """Largest number of tokens of a text, or of a pair of texts."""
+        prompts = bundle.json_file(SENTENCE_PROMPTS).get("prompts")
+        self.prompts: Final[Mapping[str, Any]] = prompts if isinstance(prompts, dict) else {}
+        """What the model wants before a `query` and a `document`, as far as its files say it."""
 
     @checked_arguments
     def embed(
@@ -123,7 +128,7 @@ class Encoder:
         """
         graph = self._open(SCORE, wanted=True)
         if instruction is not None:
-            raise InputError(f"{self._name} takes no instruction", "leave it out")
+            raise InputError(f"{self.name} takes no instruction", "leave it out")
         pairs = [self.tokenizer.encode_pair(query, each) for each in documents]
         encode, given = self.tokenizer.encode_plain, [token_ids for token_ids, _ in pairs]
         checked_token_ids(given, encode, "the pair of document", self.context, self.vocab_size)
@@ -133,7 +138,7 @@ class Encoder:
                 raise EdgeError("the ranking was cancelled")
             logits = graph.run(*pair)
             if logits.size != 1:
-                raise InputError(f"{self._name} gives {logits.size} numbers for a pair", "a reranker gives one")
+                raise InputError(f"{self.name} gives {logits.size} numbers for a pair", "a reranker gives one")
             scores[index] = probability(logits.item())
         tokens = sum(len(token_ids) for token_ids, _ in pairs)
         return Relevance(scores, tokens, tokens)
@@ -166,7 +171,7 @@ class Encoder:
             raise EdgeError("this encoder is closed", "load the model again")
         if (self._graph.output == output) is not wanted:
             made, other = ("vectors", "scores of pairs") if wanted else ("scores of pairs", "vectors")
-            raise InputError(f"{self._name} makes {made} of texts, not {other}", "choose another model")
+            raise InputError(f"{self.name} makes {made} of texts, not {other}", "choose another model")
         return self._graph
 
 

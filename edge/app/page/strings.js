@@ -342,6 +342,7 @@ export const strings = {
     model: "Model",
     more: "More actions",
     nextBranch: "Next branch",
+    noPassage: "No passage of the documents fits the question.",
     passages: "From the documents",
     previousBranch: "Previous branch",
     regenerate: "Regenerate",

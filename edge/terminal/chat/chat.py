@@ -26,6 +26,7 @@ from ...conversations.answering import (
     takes_calls,
 )
 from ...conversations.records import (
+    NO_PASSAGE,
     Attachment,
     Conversation,
     MessageState,
@@ -69,6 +70,8 @@ class ChatSettings:
     """Whether to go on with the latest conversation."""
     documents: tuple[str, ...] = ()
     """Folders and files that answers are found in."""
+    embedding_model: str | None = None
+    """Which model finds passages of them by their meaning; as for `passage_encoder`."""
     saving: bool = True
     """Whether conversations and what is typed are kept."""
     show_stats: bool = False
@@ -337,6 +340,8 @@ class Chat:
         self._report(answer)
         for line in source_lines(self.store.message(answer.message.id).passages):
             self.note(line)
+        if (answer.described or {}).get("no_passage"):
+            self.note(NO_PASSAGE)
 
     def _generate(self, answer: ChatAnswer) -> None:
         """Generate the next text of an answer, and show it.
@@ -350,9 +355,10 @@ class Chat:
         # Without tools, what is stored is what the model writes, because it goes on later.
         parts = {"answer_start": writer.content, "tools": tools, "parse_answer": bool(tools)}
         options = self.options().changed(parts)
-        with self.model.progress:
-            messages = read_with_passages(
-                engine, self.store, [answer.message], options, self.model.progress, answer.cancellation
+        progress, embedding_model = self.model.progress, self.settings.embedding_model
+        with progress:
+            messages, no_passage = read_with_passages(
+                engine, self.store, [answer.message], options, progress, answer.cancellation, embedding_model
             )
         if writer.rounds:
             messages.append(replace(answer.message, content="", rounds=writer.rounds))
@@ -369,7 +375,7 @@ class Chat:
                 answer.calls += chunk.tool_calls
                 if chunk.stats is not None and chunk.finish_reason is not None:
                     answer.stats, answer.state = chunk.stats, END_STATES[chunk.finish_reason]
-                    answer.described = stats_object(chunk.stats, fit.trimmed)
+                    answer.described = stats_object(chunk.stats, fit.trimmed, no_passage=no_passage)
 
     def _report(self, answer: ChatAnswer) -> None:
         """Say how an answer ended."""

@@ -19,6 +19,7 @@ from ....runtime.scheduling.request_run import Cancellation
 from ...conversations.answering import takes_calls
 from ...conversations.records import SAMPLING_FIELDS, Attachment, Role, StoredMessage
 from ...documents.document_index import with_index
+from ...documents.retrieval import passage_encoder
 from ..output import can_draw, set_clipboard, waiting_shown
 from .chat import Chat
 from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
@@ -253,9 +254,12 @@ class MessageCommands:
             path = typed_path(argument).absolute()
             with chat.model.progress, chat.interrupts.raising():
                 update = with_index(path, lambda index: index.update(chat.model.progress))
+                if (encoder := passage_encoder(chat.settings.embedding_model)) is not None:
+                    with_index(path, lambda index: index.embed(encoder, chat.model.progress))
             paths.append(str(path))
             left_out = "".join(f", {count} {reason}" for reason, count in update.skipped.items())
-            chat.note(f"{path}: {update.documents} documents{left_out}")
+            by_meaning = "" if encoder is None else f"; found by meaning too, with {encoder.name}"
+            chat.note(f"{path}: {update.documents} documents{left_out}{by_meaning}")
         chat.conversation.change(documents=paths)
         if not paths:
             chat.note("answers are not found in documents")

@@ -12,9 +12,19 @@ import pytest
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.edge.conversations.records import Passage, Role, StoredMessage, message_text, with_passages
+from edgerun.edge.conversations.answering import fit_context, read_with_passages
+from edgerun.edge.conversations.records import (
+    MessageState,
+    Passage,
+    Role,
+    StoredMessage,
+    message_text,
+    with_passages,
+)
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.documents.retrieval import MAX_PASSAGES, find_passages, fitting, fused
+from edgerun.models.progress import silent
+from edgerun.runtime.scheduling.request_run import Cancellation
 from support.commands import Capture, fails, json_of
 from support.processes import EDGE_RUN
 from support.terminal_screen import terminal_screen
@@ -96,6 +106,40 @@ def test_the_prompt_fits_the_context_beside_the_answer(engine: Engine, folder: P
     assert find_passages(engine, [folder], "zzz", GenerateOptions()) == ()
 
 
+def test_passages_leave_room_for_a_resumed_conversation(
+    engine: Engine, long_bundle: Path, folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with engine.session(system="Be brief.") as session:
+        session.continue_from([{"role": "user", "content": "in " * 700}, {"role": "assistant", "content": "to " * 700}])
+        session.save(tmp_path / "saved")
+        earlier = session.messages
+    resumed = [long_bundle, "--resume", tmp_path / "saved", "-p", QUESTION, "-n", "4", "--documents", folder, "--json"]
+    found = json_of(capsys, *resumed)
+    assert ANSWER in found["passages"][0]["text"]
+    prompt = with_passages(QUESTION, [Passage(**each) for each in found["passages"]])
+    tokens = engine.count_tokens([*earlier, {"role": "user", "content": prompt}])
+    assert found["usage"]["prompt_tokens"] == tokens > 2_000
+
+
+@pytest.mark.parametrize(("words", "trimmed"), [(150, 0), (1_400, 2)])
+def test_passages_take_what_a_conversation_leaves_or_half(
+    engine: Engine, folder: Path, words: int, trimmed: int
+) -> None:
+    """Earlier turns are left out for passages only where these would have less than half."""
+    options = GenerateOptions()
+    with ConversationStore.in_memory() as store:
+        conversation = store.create(documents=[str(folder)])
+        parent = None
+        for role, text in (("user", "in " * words), ("assistant", "to " * words), ("user", QUESTION)):
+            parent = store.add_message(conversation.id, parent, role, text).id
+        answer = store.add_message(conversation.id, parent, "assistant", "", state=MessageState.WRITING)
+        messages, none = read_with_passages(engine, store, [answer], options, silent, Cancellation(), "none")
+        fit = fit_context(engine, "", messages, options)
+    assert not none
+    assert ANSWER in messages[-1].passages[0].text
+    assert (len(messages), len(fit.trimmed)) == (3, trimmed)
+
+
 def test_a_passage_that_does_not_fit_is_passed_over(engine: Engine) -> None:
     small, large = Passage("a", 1, "to"), Passage("b", 1, "to " * 500)
     assert fitting(engine, [large, small], 50) == [small]
@@ -158,11 +202,14 @@ def test_the_chat_answers_from_documents(long_bundle: Path, folder: Path, tmp_pa
         say("/documents " + str(tmp_path / "missing"), "cannot be read")
         say(f"/documents {folder}", "40 documents, 1 not text")
         say(QUESTION, "[1] town/23.txt:")
+        say("zzz", "no passage of the documents fits the question")
         say("/documents", "answers are not found in documents")
         screen.type("/quit\n")
         assert screen.end() == 0
     with ConversationStore(notice=pytest.fail) as store:
         (conversation,) = store.conversations()
-        question, answer = store.messages(conversation.id)
+        question, answer, _, other = store.messages(conversation.id)
+        assert (other.passages, (other.stats or {})["no_passage"]) == ((), True)
+        assert "no_passage" not in (answer.stats or {})
         assert (question.content, question.passages, conversation.documents) == (QUESTION, (), ())
         assert answer.passages[0].source == "town/23.txt"

@@ -316,6 +316,7 @@ export const Message = memo(function Message({ conversation, id, siblings, near,
           ? html`<${TokenView} message=${message} onBranch=${branch} />`
           : answer && html`<${Answer} text=${answer} writing=${writing} bundled=${bundled} near=${near && loaded} />`}
     ${message.passages?.length > 0 && html`<${Passages} passages=${message.passages} />`}
+    ${message.stats?.no_passage && html`<p class="quiet">${strings.message.noPassage}</p>`}
     ${bundled && message.stats?.small_talk && html`<p class="quiet">${strings.message.smallTalk} <a href="#/models">${strings.welcome.getModel}</a></p>`}
     ${message.stats?.tools_ignored && html`<p class="quiet">${strings.message.toolsIgnored}</p>`}
     ${writing && !message.content && !awaitsDecision(message) && html`<${Progress} id=${id} />`}
