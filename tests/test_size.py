@@ -10,10 +10,10 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_212, 128, 267),
-    "export": (15_099, 129, 173),
+    "edge": (15_274, 129, 268),
+    "export": (14_940, 129, 173),
     "runtime": (20_811, 197, 324),
-    "models": (3_230, 29, 39),
+    "models": (3_221, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
 CLOSURES = {"runtime.decode": 3_818, "runtime.engine": 22_200, "edge.cli.run": 24_202}

@@ -20,8 +20,9 @@ from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
 from ...runtime.strategies.strategy import Strategy, strategy
 from .body_decoder import StrictStruct, about
-from .message_fields import FormatFields, response_format
+from .message_fields import response_format
 from .request_error import ErrorCode, RequestError, invalid, unsupported
+from .sampler_fields import SamplerFields
 
 _UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
@@ -77,7 +78,7 @@ def option_meta(name: str, *, extension: bool = False) -> Meta:
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
 
 
-class SamplingFields(FormatFields, kw_only=True):
+class SamplingFields(SamplerFields, kw_only=True):
     """How tokens are chosen, what the answer has to look like, and when it ends: options under their names."""
 
     temperature: Annotated[float | None, option_meta("temperature")] = None
@@ -252,7 +253,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
         hint = "best_of is the number of answers to generate, n that of the best to return"
         raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
-    given["strategies"] = _strategies(fields.strategies)
+    given["strategies"] = (*fields.strategies_of_samplers(), *_strategies(fields.strategies)) or None
     given["response_format"] = others.get("response_format") or response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
     if values.get("max_tokens") == -1:
@@ -267,7 +268,7 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     return GenerateOptions(**values)
 
 
-def _strategies(given: Sequence[Mapping[str, Any]] | None) -> tuple[Strategy, ...] | None:
+def _strategies(given: Sequence[Mapping[str, Any]] | None) -> list[Strategy]:
     """The option `strategies`.
 
     Raises:
@@ -282,7 +283,7 @@ def _strategies(given: Sequence[Mapping[str, Any]] | None) -> tuple[Strategy, ..
             found.append(strategy(**each))
         except InputError as error:
             raise invalid(field, f"{field}: {error.what}", error.hint) from error
-    return tuple(found) or None
+    return found
 
 
 def generation_request(

@@ -57,6 +57,14 @@ def test_strategies_choose_tokens_and_name_what_is_wrong(tiny_app: Starlette, ti
     with edgerun.load(tiny_bundle, draft=None, cache=False) as engine:
         expected = engine.generate(body["messages"], max_tokens=9, temperature=0.9, seed=1, strategies=strategies)
     assert choice["message"]["content"] == expected.text
+    samplers = {"xtc_probability": 1, "xtc_threshold": 0.1, "dry_multiplier": 0.8, "dry_base": 2, "mirostat": 0}
+    (same,) = asked(tiny_app, "POST", CHAT, json={**body, **samplers, "typical_p": 1, "top_n_sigma": -1}).json()[
+        "choices"
+    ]
+    assert same["message"] == choice["message"]
+    for field, value in {"mirostat": 1, "xtc_probability": 2, "dry_base": 0, "dry_sequence_breakers": ["ab"]}.items():
+        refused = asked(tiny_app, "POST", CHAT, json={**body, "dry_multiplier": 1, field: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     for wrong in ({}, {"name": 1}, {"name": "none"}, {"name": "dry", "base": "x"}, {"name": "dry", "colour": 1}):
         refused = asked(tiny_app, "POST", CHAT, json={**body, "strategies": [wrong]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "strategies[0]")

@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         {"model": "bundle", "prompt": "a", "suffix": "b"},
         "no tokens for filling in the middle",
     ),
-    "an option": ("/api/generate", {"model": "", "prompt": "a", "options": {"mirostat": 2}}, "options.mirostat"),
+    "an option": ("/api/generate", {"model": "", "prompt": "a", "options": {"vocab_only": True}}, "options.vocab_only"),
     "a temperature": ("/api/generate", {"model": "", "prompt": "a", "options": {"temperature": -1}}, "temperature"),
     "a context": ("/api/generate", {"model": "bundle", "prompt": "a", "options": {"num_ctx": 10**6}}, "num_ctx is"),
     "a duration": ("/api/generate", {"model": "", "prompt": "a", "keep_alive": "soon"}, "keep_alive is 'soon'"),
