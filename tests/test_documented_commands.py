@@ -78,7 +78,7 @@ NIGHTLY: Final = (
 """Ends of commands that take long; tests of the command line and of the export run them every day, with less text."""
 ONE_SHOT: Final = (
     *("complete", "export", "pull", "models", "inspect", "tune", "bench", "verify", "devices", "doctor"),
-    "ps",
+    *("ps", "control-vector"),
 )
 
 
@@ -140,6 +140,8 @@ def write_files(folder: Path) -> None:
     for name, text in {"before.py": "def add(a, b):\n", "after.py": "\n", "other.py": "X = 1\n"}.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "report.txt").write_text("The report says that all is well. " * 20, encoding="utf-8")
+    for name in ("calm", "excited"):
+        (folder / f"{name}.txt").write_text(f"Be {name}.\nI am {name}.\n", encoding="utf-8")
     (folder / "notes").mkdir()
     (folder / "notes" / "lease.md").write_text("The lease of the house ends in May.", encoding="utf-8")
     (folder / "instructions.txt").write_text("Answer in one line.", encoding="utf-8")

@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_274, 129, 268),
+    "edge": (15_314, 130, 268),
     "export": (14_940, 129, 173),
-    "runtime": (20_811, 197, 324),
+    "runtime": (20_854, 197, 323),
     "models": (3_221, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_818, "runtime.engine": 22_200, "edge.cli.run": 24_202}
+CLOSURES = {"runtime.decode": 3_818, "runtime.engine": 22_243, "edge.cli.run": 24_245}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

@@ -38,7 +38,7 @@ EXCEPT = ("tests/test_words.py", "training/everyday.py", "models/bundled/shell-h
 COMMANDS = (
     "mcp",
     *("run", "export", "bench", "verify", "tune", "inspect", "devices", "pull", "models", "rpc", "serve", "app"),
-    *("complete", "train-draft", "ps", "stop", "doctor"),
+    *("complete", "train-draft", "ps", "stop", "doctor", "control-vector"),
 )
 
 

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "complete": "Fill the gap between two texts, as editors do.",
     "export": "Export a model to a folder that edge-run runs.",
     "train-draft": "Train a draft for a model, on the model's own answers.",
+    "control-vector": "Make a control vector, which steers a model's answers, from pairs of prompts.",
     "inspect": "Show what a model is made of.",
     "devices": "List the devices of this machine.",
     "bench": "Compare the speed of speculative and plain decoding, or of numbers of clients.",

@@ -121,7 +121,7 @@ class LoadOptions(OptionRecord):
     )
     control_vectors: Sequence[str] = option(
         (),
-        "Control vector, a GGUF file in the form of llama.cpp, and the name by which answers ask for "
+        "Control vector, a GGUF file of llama.cpp or edge-run control-vector, and the name by which answers ask for "
         "it; several may be given. Example: --control-vector calm=calm.gguf --control calm",
         flags=("--control-vector",),
         metavar="NAME=PATH",

@@ -16,7 +16,6 @@ import numpy as np
 from ...errors import InputError
 from ...models.bundle import Bundle
 from ...models.find import path_of_user
-from ...models.onnx_file.graph_editor import CannotRewriteError
 from ..arguments.load_options import LoadOptions
 from ..arguments.steering_options import SteeringOptions
 from ..graph.bound_graph import NewTokens, Steering
@@ -25,7 +24,7 @@ from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from .control_vectors import read_control_vector
 from .lora_files import read_lora
-from .steered_model import Array, steered_model
+from .steered_model import Array, SteeredModel, lora_a
 
 
 class SteeredGraph(FurtherGraph):
@@ -53,23 +52,20 @@ class SteeredGraph(FurtherGraph):
         # Idle threads must not spin beside the threads of the model's own graph.
         self._config: Final = replace(own.config, shares_cores=True)
         self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
-        manifest = bundle.manifest
-        try:
-            if manifest is None:
-                raise CannotRewriteError("edge-run has not exported it")
-            if options.lora and manifest.calibration is not None and manifest.calibration.awq:
-                raise CannotRewriteError("AWQ has scaled the inputs of its linears, so adapters do not fit")
-            self._model: Final = steered_model(graph)
-        except CannotRewriteError as error:
-            what = f"{bundle.folder} cannot have adapters and control vectors: {error}"
-            raise InputError(what, "export the model with edge-run export, without awq") from error
-        linears, size = self._model.linears, manifest.architecture
-        self._adapters: Final = _named("--lora", options.lora, lambda path: read_lora(path, linears))
+        model = SteeredModel(bundle, graph)
+        calibration = None if bundle.manifest is None else bundle.manifest.calibration
+        if options.lora and calibration is not None and calibration.awq:
+            what = f"{bundle.folder} cannot have adapters: AWQ has scaled the inputs of its linears"
+            raise InputError(what, "export it without awq")
+        self._adapters: Final = _named("--lora", options.lora, lambda path: read_lora(path, model.linears))
         self._controls: Final = _named(
             "--control-vector",
             options.control_vectors,
-            lambda path: read_control_vector(path, size.layers, size.hidden_size),
+            lambda path: read_control_vector(path, model.size.layers, model.size.hidden_size),
         )
+        adapted = {name for name in model.linears if any(lora_a(name) in each for each in self._adapters.values())}
+        self._model: Final = model.serialized(adapted, vectors=bool(self._controls))
+        self._defaults: Final = model.defaults
 
     def takes(self, new: NewTokens, base: int) -> bool:
         """Whether it runs a pass of an answer without an adapter or a control vector: none."""
@@ -82,7 +78,7 @@ class SteeredGraph(FurtherGraph):
         Raises:
             EdgeError: it cannot be loaded.
         """
-        return GraphSession(self._graph, self._config, self._metadata, model=self._model.serialized)
+        return GraphSession(self._graph, self._config, self._metadata, model=self._model)
 
     def steering(self, options: SteeringOptions) -> Steering | None:
         """The adapter and the control vector of an answer; None for the model itself.
@@ -95,7 +91,7 @@ class SteeredGraph(FurtherGraph):
             return None
         vectors = _find("control", control, self._controls)
         scaled = {name: np.float32(strength) * vector for name, vector in vectors.items()}
-        inputs = {**self._model.defaults, **_find("adapter", adapter, self._adapters), **scaled}
+        inputs = {**self._defaults, **_find("adapter", adapter, self._adapters), **scaled}
         return Steering(adapter, control, strength, inputs)
 
 

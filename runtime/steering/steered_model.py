@@ -8,13 +8,15 @@ bind others run in the same session.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ...errors import InputError
+from ...models.bundle import Bundle
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
 from ...models.onnx_file.model_messages import Message, attribute_values, node, tensor, value_info
 
@@ -52,73 +54,86 @@ class Linear(NamedTuple):
     """Number of outputs of each of its parts, such as queries, keys and values."""
 
 
-class SteeredModel(NamedTuple):
-    """A graph with inputs for adapters and control vectors."""
+class SteeredModel:
+    """A decoder graph in a file that gets inputs for adapters and control vectors.
 
-    serialized: bytes
-    linears: Mapping[str, Linear]
-    """Its linears by name, such as `layers.0.qkv`."""
-    defaults: Mapping[str, Array]
-    """What the inputs are where nothing steers."""
-
-
-def steered_model(graph: Path, *, states: bool = False) -> SteeredModel:
-    """The decoder graph in a file, with inputs for adapters and control vectors.
-
-    Args:
-        graph: the model file; the result refers to the same weights, relative to its folder.
-        states: whether it has the outputs of `state` too.
-
-    Raises:
-        BundleError: the file is not an ONNX model.
-        CannotRewriteError: it is not a graph that edge-run has exported.
+    Attributes:
+        size: the sizes of the model.
+        linears: its linears by name, such as `layers.0.qkv`.
+        defaults: what the inputs are where nothing steers, once `serialized` has added them.
     """
-    editor = GraphEditor(graph)
-    steering = _Steering(editor)
-    if not steering.after_layer:
-        raise CannotRewriteError("edge-run has not exported it")
-    editor.rewrite(steering.replacement)
-    if states:
-        steering.add_states()
-    return SteeredModel(editor.serialized(), steering.linears, steering.defaults)
 
+    def __init__(self, bundle: Bundle, graph: Path) -> None:
+        """Read the graph of a model, or a copy of it.
 
-class _Steering:
-    """The rewriting of one graph."""
-
-    def __init__(self, editor: GraphEditor) -> None:
-        self._editor: Final = editor
-        self._readers: Final = {name: each for each in editor.graph.node for name in each.input}
+        Raises:
+            InputError: edge-run has not exported it.
+        """
+        what = f"{bundle.folder} cannot have adapters and control vectors: edge-run has not exported it"
+        refusal = InputError(what, "export it with edge-run export")
+        if bundle.manifest is None:
+            raise refusal
+        try:
+            self._editor: Final = GraphEditor(graph)
+        except CannotRewriteError as error:
+            raise refusal from error
+        self.size: Final = bundle.manifest.architecture
         self.linears: Final[dict[str, Linear]] = {}
         self.defaults: Final[dict[str, Array]] = {}
-        self.after_layer: Final[dict[str, int]] = {}
+        self._names: Final[dict[str, str]] = {}
+        """Linears by the outputs of the operators that multiply by their weights."""
+        readers = {name: each for each in self._editor.graph.node for name in each.input}
+        for each in self._editor.graph.node:
+            found = _LINEAR.fullmatch(each.output[0]) if each.op_type in ("MatMul", "MatMulNBits") else None
+            if found is not None:
+                attributes, shape = attribute_values(each), self._editor.constant_shape(each.input[1]) or ()
+                columns, outputs = (attributes["K"], attributes["N"]) if "K" in attributes else shape
+                reader = readers.get(found[1]) or readers[each.output[0]]
+                self.linears[found[1]] = Linear(columns, self._widths(reader, outputs))
+                self._names[each.output[0]] = found[1]
+        self._after_layer: Final[dict[str, int]] = {}
         """Layers by the value that a vector is added to: what is added to the residual last, or the sum itself."""
-        while (found := self._layer_end(len(self.after_layer))) is not None:
-            self.after_layer[found.input[0]] = len(self.after_layer)
+        while (end := self._layer_end(len(self._after_layer))) is not None:
+            self._after_layer[end.input[0]] = len(self._after_layer)
+        if not self._after_layer:
+            raise refusal
+
+    def serialized(self, linears: Collection[str], *, vectors: bool, states: bool = False) -> bytes:
+        """The graph with further inputs; it refers to the same weights, relative to the folder of its file.
+
+        Args:
+            linears: those that take adapters.
+            vectors: whether layers take vectors.
+            states: whether it has the outputs of `state` too.
+        """
+        controlled = self._after_layer if vectors else {}
+
+        def replacement(each: Message) -> Iterator[Message]:
+            each.input[:] = [f"{name}.controlled" if name in controlled else name for name in each.input]
+            outputs, name = list(each.output), self._names.get(each.output[0], "")
+            yield from self._with_adapter(each, name) if name in linears else [each]
+            for output in outputs:
+                if (layer := controlled.get(output)) is not None:
+                    vector = self._input(control(layer), ["hidden"], (1,))  # one zero stands for a vector of zeros
+                    yield onnx_node("Add", [output, vector], f"{output}.controlled")
+
+        self._editor.rewrite(replacement)
+        for value, layer in self._after_layer.items() if states else ():
+            residual = f"layers.{layer}.next_norm.residual"
+            source = residual if self._editor.producer(residual) is not None else f"{value}.controlled"
+            last = self._editor.integers("last", -1)
+            self._editor.graph.node.append(onnx_node("Gather", [source, last], state(layer), axis=1))
+            self._editor.graph.output.append(value_info(state(layer), np.float32, [1, 1, "hidden"]))
+        return self._editor.serialized()
 
     def _layer_end(self, layer: int) -> Message | None:
         """The node that reads a layer's output, and perhaps adds it to the residual; None if there is no such layer."""
         name = f"layers.{layer}.next_norm"
         return self._editor.producer(name) or self._editor.producer(f"{name}.residual")
 
-    def replacement(self, each: Message) -> Iterator[Message]:
-        """The nodes that take a node's place."""
-        each.input[:] = [f"{name}.controlled" if name in self.after_layer else name for name in each.input]
-        outputs = list(each.output)
-        found = _LINEAR.fullmatch(outputs[0]) if each.op_type in ("MatMul", "MatMulNBits") else None
-        yield from [each] if found is None else self._with_adapter(each, found[1])
-        for name in outputs:
-            if (layer := self.after_layer.get(name)) is not None:
-                vector = self._input(control(layer), ["hidden"], (1,))  # one zero stands for a vector of zeros
-                yield onnx_node("Add", [name, vector], f"{name}.controlled")
-
     def _with_adapter(self, each: Message, name: str) -> list[Message]:
         """The nodes of a linear: its own, those of the adapter, and the sum."""
-        output, attributes = each.output[0], attribute_values(each)
-        shape = self._editor.constant_shape(each.input[1]) or ()
-        columns, outputs = (attributes["K"], attributes["N"]) if "K" in attributes else shape
-        widths = self._widths(self._readers.get(name) or self._readers[output], outputs)
-        self.linears[name] = Linear(columns, widths)
+        output, (columns, widths) = each.output[0], self.linears[name]
         first = self._input(lora_a(name), [columns, f"{name}.ranks"], (columns, 0))
         low, parts = [f"{output}.low"], [f"{output}.part.{part}" for part in range(len(widths))]
         nodes = [each, onnx_node("MatMul", [each.input[0], first], low[0])]
@@ -151,12 +166,3 @@ class _Steering:
         self._editor.graph.input.append(value_info(name, np.float32, shape))
         self._editor.add(tensor(name, self.defaults[name]))
         return name
-
-    def add_states(self) -> None:
-        """Add the outputs of `state`."""
-        for value, layer in list(self.after_layer.items()):
-            residual = f"layers.{layer}.next_norm.residual"
-            source = residual if self._editor.producer(residual) is not None else f"{value}.controlled"
-            last = self._editor.integers("last", -1)
-            self._editor.graph.node.append(onnx_node("Gather", [source, last], state(layer), axis=1))
-            self._editor.graph.output.append(value_info(state(layer), np.float32, [1, 1, "hidden"]))

@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
@@ -16,13 +15,15 @@ from safetensors.numpy import load_file, save_file
 
 import edgerun
 from edgerun import InputError
+from edgerun.export import FP32, ExportRecipe
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.graph_io import Floats
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.steering.steered_model import control, state, steered_model
+from edgerun.runtime.steering.steered_model import SteeredModel, control, state
 from support.adapters import write_adapter, write_control_vector
+from support.commands import Capture, fails, output_of
 from support.tiny_models import FAMILY_SETTINGS, exported, write_bundle, write_checkpoint
 
 PROMPT = "the sea and the sand"
@@ -34,32 +35,73 @@ def direction(seed: int, size: float = 1.0) -> Floats:
     return (size * np.random.default_rng(seed).standard_normal(HIDDEN)).astype(np.float32)
 
 
+def states_of(path: Path, tokens: list[int], inputs: dict[str, Floats]) -> list[Floats]:
+    """The hidden states of a model after each layer at the last token."""
+    bundle = open_bundle(path)
+    model = SteeredModel(bundle, bundle.graph)
+    serialized = model.serialized((), vectors=True, states=True)
+    session = GraphSession(bundle.graph, SessionConfig(cpu_device(), 1), metadata_of(bundle), model=serialized)
+    bound = session.bind(session.arena(64))
+    found = [np.zeros((1, 1, HIDDEN), np.float32) for _ in range(model.size.layers)]
+    for layer, array in enumerate(found):
+        bound.observe(state(layer), array)
+    bound.supply({**model.defaults, **inputs})
+    bound.forward(tokens, logits_for=[len(tokens) - 1])
+    return [array[0, 0] for array in found]
+
+
 @pytest.mark.parametrize("family", sorted(FAMILY_SETTINGS))
 def test_a_vector_is_added_to_the_residual_stream_after_its_layer(family: str, tmp_path: Path) -> None:
-    bundle = open_bundle(write_bundle(tmp_path, family))
-    model = steered_model(bundle.graph, states=True)
-    config = SessionConfig(cpu_device(), 1)
-    session = GraphSession(bundle.graph, config, metadata_of(bundle), model=model.serialized)
-    assert bundle.manifest is not None
-    layers = range(bundle.manifest.architecture.layers)
-
-    def states(inputs: dict[str, npt.NDArray[np.float32]]) -> list[Floats]:
-        bound = session.bind(session.arena(32))
-        found = [np.zeros((1, 1, HIDDEN), np.float32) for _ in layers]
-        for layer in layers:
-            bound.observe(state(layer), found[layer])
-        bound.supply({**model.defaults, **inputs})
-        bound.forward(np.arange(5, 25), logits_for=[19])
-        return found
-
-    before, vector = states({}), direction(1)
-    for layer in layers:
-        after = states({control(layer): vector})
+    bundle, tokens, vector = write_bundle(tmp_path, family), list(range(5, 25)), direction(1)
+    before = states_of(bundle, tokens, {})
+    for layer in range(len(before)):
+        after = states_of(bundle, tokens, {control(layer): vector})
         for each in range(layer):
             np.testing.assert_array_equal(after[each], before[each])
         np.testing.assert_allclose(after[layer], before[layer] + vector, atol=1e-5)
-        for each in layers[layer + 1 :]:
+        for each in range(layer + 1, len(before)):
             assert np.abs(after[each] - before[each]).max() > 1e-3
+
+
+def test_the_states_of_layers_are_those_of_models_that_end_there(tmp_path: Path) -> None:
+    """Weights are drawn layer by layer, so a model of fewer layers has the same ones."""
+    tokens = list(range(5, 25))
+    states = states_of(write_bundle(tmp_path / "whole", num_hidden_layers=3), tokens, {})
+    recipe = ExportRecipe(FP32, hidden_states=True)
+    for layers in (1, 2):
+        bundle = write_bundle(tmp_path / str(layers), num_hidden_layers=layers, weights=recipe)
+        weight = load_file(bundle.parent / "checkpoint" / "model.safetensors")["model.norm.weight"]
+        with edgerun.load(bundle, threads=1) as engine:
+            hidden = engine.model.new_sequence(hidden_states=True).bound.hidden_states(tokens, [len(tokens) - 1])[0]
+        found = states[layers - 1]
+        np.testing.assert_allclose(found / np.sqrt(np.mean(found**2) + 1e-5) * weight, hidden, atol=1e-4)
+
+
+def test_the_command_writes_mean_differences(tmp_path: Path, capsys: Capture) -> None:
+    bundle, out = write_bundle(tmp_path, num_hidden_layers=3), tmp_path / "v.gguf"
+    prompts = {"positive": ["the sea", "and sand"], "negative": ["of the", "in"]}
+    for name, lines in prompts.items():
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    made = ("control-vector", bundle, tmp_path / "positive", tmp_path / "negative", out, "--threads", "1")
+    with edgerun.load(bundle, threads=1) as engine:
+        for options in ((), ("--raw",)):
+            assert "2 layers, from 2 pairs of prompts" in output_of(capsys, *made, *options)
+            expected = np.zeros((3, HIDDEN))
+            for name, sign in (("positive", 0.5), ("negative", -0.5)):
+                for text in prompts[name]:
+                    ids = engine.tokenizer.encode(text, add_special_tokens=True)
+                    if not options:
+                        ids = engine.encode_chat([{"role": "user", "content": text}])
+                    expected += sign * np.array(states_of(bundle, ids, {}))
+            found = {each.name: each.data for each in gguf.GGUFReader(out).tensors}
+            assert sorted(found) == ["direction.1", "direction.2"]
+            for layer in (1, 2):
+                np.testing.assert_allclose(found[f"direction.{layer}"], expected[layer], atol=1e-4)
+    steered = ("--control-vector", f"v={out}", "--control", "v", "--control-strength", "9")
+    asked = (bundle, "-p", "the sea", "-n", "12", "-t", "0", "--threads", "1")
+    assert output_of(capsys, *asked, *steered) != output_of(capsys, *asked)
+    (tmp_path / "negative").write_text("one", encoding="utf-8")
+    assert "has 2 prompts, and" in fails(capsys, *made)
 
 
 def test_a_vector_gives_the_text_of_a_bias(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 import edgerun
 from edgerun import Engine, InputError
+from edgerun.models.bundle import open_bundle
+from edgerun.runtime.arguments.load_options import LoadOptions
+from edgerun.runtime.devices.providers import cpu_device
+from edgerun.runtime.graph.open_graph import open_graph
+from edgerun.runtime.graph.session import SessionConfig
 from support.adapters import PREFIX, merged, write_adapter
 from support.tiny_models import FAMILY_SETTINGS, exported, write_checkpoint
 
@@ -161,6 +167,23 @@ def test_an_adapter_of_another_model_is_refused(files: Path, tmp_path: Path) -> 
         edgerun.load(files / "bundle", lora=[f"a={other}"])
 
 
+def test_a_model_with_scaled_inputs_is_refused(files: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(files / "bundle", tmp_path / "bundle")
+    manifest = json.loads((bundle / "edge.json").read_bytes())
+    manifest["calibration"] = {"origin": "a text", "tokens": 9, "held_out_tokens": 9, "awq": True}
+    (bundle / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(InputError, match="cannot have adapters: AWQ has scaled the inputs of its linears"):
+        edgerun.load(bundle, lora=[f"a={files / 'a'}"])
+
+
+def test_an_adapter_works_with_an_int8_cache(files: Path, engine: Engine) -> None:
+    with edgerun.load(files / "bundle", threads=1, kv="int8", lora=[f"a={files / 'a'}"]) as quantized:
+        found = quantized.generate(PROMPT, **OPTIONS, adapter="a").text
+        assert found != quantized.generate(PROMPT, **OPTIONS).text
+    expected = engine.generate(PROMPT, **OPTIONS, adapter="a").text
+    assert found[:12] == expected[:12]
+
+
 def test_names_that_are_wrong_are_one_line(files: Path, engine: Engine, editable_bundle: Path) -> None:
     for given in ("a", "=x", "a="):
         with pytest.raises(InputError, match=f"--lora is '{given}'"):
@@ -171,5 +194,8 @@ def test_names_that_are_wrong_are_one_line(files: Path, engine: Engine, editable
         engine.generate(PROMPT, **OPTIONS, adapter="c")
     with edgerun.load(files / "bundle", threads=1) as plain, pytest.raises(InputError, match="was loaded without"):
         plain.generate(PROMPT, **OPTIONS, adapter="a")
+    bundle, other = open_bundle(files / "bundle"), SessionConfig(replace(cpu_device(), provider="OtherProvider"))
+    with pytest.raises(InputError, match="adapters and control vectors work on the CPU alone, not on"):
+        open_graph(bundle, other, cache=False, steering=LoadOptions(lora=["a=b"]))
     with pytest.raises(InputError, match="cannot have adapters and control vectors: edge-run has not exported it"):
         edgerun.load(editable_bundle, lora=[f"a={files / 'a'}"])
