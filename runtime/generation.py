@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
 from .strategies.branch import FirstToken
 from .strategies.search import SearchSampler, search_steps
+from .strategies.second_reader import ReaderSequence, SecondReader, followed
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
 from .text.token_logprobs import AnswerTokens
@@ -105,6 +106,7 @@ class Generation:
         drafters: the model's.
         shift: drops slots of the model's caches, for answers that outgrow the context.
         cancelled: called before every pass; True ends the answer. Other requests may run passes inside the call.
+        readers: the second readers of the request's strategies, in their order.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Generation:
         drafters: DrafterPool,
         shift: CacheShift,
         cancelled: Callable[[], bool],
+        readers: Sequence[SecondReader] = (),
     ) -> None:
         self._recorder = StatsRecorder(len(request.prompt_ids))
         self._sequence = sequence
@@ -123,6 +126,8 @@ class Generation:
         self._drafters = drafters
         self._shift = shift
         self._cancelled = cancelled
+        self._readers = readers
+        self._sequences: list[ReaderSequence] = [sequence, *(reader.sequence for reader in readers)]
         self._chat = request.chat
         self._speculator: Speculator | None = None
         self._constraint: GrammarState | None = None
@@ -160,7 +165,7 @@ class Generation:
         tokens = None if request.options.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
         finish = FinishReason.LENGTH
         with (
-            sequence.lent_to_prefixes(request),
+            self._caches_lent(),
             self._drafters.answering(request, sequence.arena) as speculator,
             closing(self),
         ):
@@ -222,9 +227,18 @@ class Generation:
         self._recorder.logprob_totals = totals.plus(each.logprob for each in step.logprobs[count:produced])
         return text
 
+    @contextmanager
+    def _caches_lent(self) -> Iterator[None]:
+        """Lend the caches of the answer and of its second readers; see `CachedSequence.lent_to_prefixes`."""
+        with ExitStack() as lent:
+            for sequence in self._sequences:
+                lent.enter_context(sequence.lent_to_prefixes(self._request))
+            yield
+
     def close(self) -> None:
-        """Give back what the answer's grammar uses, and let go of the cache."""
-        self._sequence.bound.release_shared()
+        """Give back what the answer's grammar uses, and let go of the caches."""
+        for sequence in self._sequences:
+            sequence.bound.release_shared()
         if self._constraint is not None:
             self._constraint.end()
 
@@ -253,7 +267,7 @@ class Generation:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        cannot = request.recording is not None or request.search is not None
+        cannot = request.recording is not None or request.search is not None or bool(self._readers)
         ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
             return None
@@ -271,8 +285,9 @@ class Generation:
         bound, token_ids = sequence.bound, list(sequence.token_ids)
         answer_length = len(token_ids) - self._prompt_length
         sampler = self._sampler(sampling, bound.graph_io.vocab_size, answer_length)
-        near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
+        bound = followed(bound, sampler.stages, self._readers)
+        near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
         token_sampler: TokenSampler = sampler
         eos = frozenset[int]() if request.options.ignore_eos else self._tokenizer.eos
         if eos and request.options.suffix is not None:

@@ -44,6 +44,7 @@ from .speculation.draft_loading import PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
 from .strategies.search_choice import search_of
+from .strategies.second_reader import second_readers, with_second_prompts
 from .structure.format_compiler import FormatCompiler
 from .text.chat_template import ChatTemplate, Message, load_template
 from .text.detokenizer import AnswerStart
@@ -190,7 +191,8 @@ class LoadedModel:
     def cache_bytes(self, prompt_tokens: int, options: GenerateOptions) -> int:
         """Bytes of the KV caches that the answers to a prompt are expected to fill at a time."""
         tokens = expected_tokens(self.context, prompt_tokens, options.max_tokens)
-        return min(options.candidates, self.queue.parallel) * tokens * self.graph_io.cache_bytes_per_token
+        readers = 1 + sum(each.has_reader for each in options.strategies)
+        return min(options.candidates, self.queue.parallel) * readers * tokens * self.graph_io.cache_bytes_per_token
 
     def with_float_cache(self) -> BoundGraph:
         """Load the graph once more, with a float cache, and bind it to one: what an int8 cache is compared with.
@@ -256,17 +258,10 @@ class LoadedModel:
         search = search_of(options, self.graph_io)
         options = options if search is None else replace(options, speculation=Speculation.OFF)
         self._open_graph().steering(options)
-        return Request(
-            prompt_ids,
-            options,
-            sampling,
-            start,
-            chat=chat,
-            overflow=overflow,
-            grammar=grammar,
-            reading=reading,
-            search=search,
+        made = Request(
+            prompt_ids, options, sampling, start, None, chat, overflow, grammar, reading=reading, search=search
         )
+        return with_second_prompts(made, self.tokenizer, self.context)
 
     def answer(
         self,
@@ -356,7 +351,8 @@ class LoadedModel:
             return self._aligned(sequence, request, cancelled)
         sequence = sequence or self.continued_prefix(request.prompt_ids, request.options)
         sequence.steer(self._open_graph().steering(request.options))
-        return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled).generate()
+        readers = second_readers(request, self.continued_prefix, cancelled)
+        return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled, readers).generate()
 
     def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
         """Generate an answer after the samples that it is aligned with, which have caches of their own."""

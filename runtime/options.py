@@ -342,6 +342,8 @@ class Request:
     """How reasoning and calls are found in the answer; None where it is text alone."""
     search: Search | None = None
     """What searches for the answer; None for the decode loop."""
+    second_prompts: Sequence[list[int]] = ()
+    """Token ids of the prompts of second readers, which end with the answer's start."""
 
     @property
     def needs_logprobs(self) -> bool:

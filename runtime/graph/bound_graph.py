@@ -7,8 +7,9 @@ several graphs of one model. Everything outside this package is written against 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from ..kv.arena import KVArena
 from .graph_io import BASE_GRAPH, Floats, GraphIO
 
-_SEQUENCES: Final = (tuple, list)
 _FIRST_INDICES: Final = np.arange(32)
 """Indices of the tokens of passes up to that width."""
 _FIRST_INDICES.flags.writeable = False
@@ -130,22 +130,28 @@ class BoundGraph(Protocol):
             EdgeError: ONNX Runtime failed; the arena has no more slots than before, and with states perhaps fewer.
         """
         # Between two passes, the first call of each NumPy function takes many times as long as in a loop.
-        ids: list[int] = list(tokens) if isinstance(tokens, _SEQUENCES) else np.asarray(tokens, np.int64).tolist()
+        ids: list[int] = list(tokens) if isinstance(tokens, (tuple, list)) else np.asarray(tokens, np.int64).tolist()
         # For an id outside the vocabulary the operator would return zeros instead of an error.
         lowest, highest, most = min(ids), max(ids), self.graph_io.input_vocab
         if lowest < 0 or highest >= most:
             raise ValueError(f"token ids must lie between 0 and {most - 1}, found {lowest} to {highest}")
         if tree_mask is not None and not self.graph_io.supports_trees:
             raise ValueError("this graph cannot verify trees")
-        if logits_for is not None:
-            wanted = np.asarray(logits_for, np.int64)
-        else:
-            wanted = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
+        every = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
+        wanted = every if logits_for is None else np.asarray(logits_for, np.int64)
         return self.run(NewTokens(ids, wanted, positions, tree_mask))
 
     @abstractmethod
     def run(self, new: NewTokens) -> Floats:
         """Run a pass over tokens that `forward` has checked."""
+
+    def begin(self, new: NewTokens) -> Callable[[], Floats]:
+        """Prepare a pass like that of `run`, so that the next pass of this thread may run it too.
+
+        Returns:
+            What runs it, if it has not been run, and returns its logits; called before any other pass of this binding.
+        """
+        return partial(self.run, new)
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass like `forward`, and return the hidden states of the tokens with the indices `wanted`.

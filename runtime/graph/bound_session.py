@@ -7,7 +7,8 @@ logits, some let new tokens after a cache attend to each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -79,6 +80,7 @@ class BoundSession(BoundGraph):
     def release_shared(self) -> None:
         """Let go of what shared passes hold of the caches of their texts."""
         if self._shared is not None:
+            self._shared.withdraw(self._io)
             self._shared.release()
 
     def observe(self, name: str, array: npt.NDArray[Any]) -> None:
@@ -110,6 +112,19 @@ class BoundSession(BoundGraph):
         if width > 1 and (part := self._part_width(width, new.wanted)) < width:
             return self._run_in_parts(new, part)
         return self._run_pass(new)
+
+    def begin(self, new: NewTokens) -> Callable[[], Floats]:
+        """Hand in a pass, which the next shared one of this thread runs too; see `BoundGraph.begin`."""
+        width = len(new.ids)
+        self.arena.reserve(width)
+        alone = self._shared is None or not self.shares_passes or self._first_session or self.graph_io.states
+        if alone or self._part_width(width, new.wanted) < width:
+            return partial(self.run, new)
+        self.others = ALONE
+        finish = self._prepared(new)
+        if self._shared is not None:
+            self._shared.hand_in(self._io)
+        return finish
 
     def hidden_states(self, tokens: npt.ArrayLike, wanted: Sequence[int]) -> Floats:
         """Run a pass, and return hidden states float32 `[r, d]` of the `wanted` tokens, in a new array."""
@@ -153,6 +168,10 @@ class BoundSession(BoundGraph):
         return np.stack([logits_by_index[index] for index in wanted.tolist()])
 
     def _run_pass(self, new: NewTokens) -> Floats:
+        return self._prepared(new)()
+
+    def _prepared(self, new: NewTokens) -> Callable[[], Floats]:
+        """Bind the inputs and outputs of a pass; returns what runs it and returns its logits."""
         ids, wanted, positions, tree_mask = new
         arena, inputs = self.arena, self._inputs
         base, width = arena.length, len(ids)
@@ -164,24 +183,28 @@ class BoundSession(BoundGraph):
         if self._features is not None:
             self._features.bind(width, self._logits.count)
         inputs.write_attention(base, arena.capacity, tree_mask)
-        try:
-            if base or self._first_session is None:
-                self._run_session()
-            else:
-                first_io = self._first_session.io_binding()
-                self._inputs.bind_without_cache(first_io, {node.name for node in self._first_session.get_inputs()})
-                self._bind_first_outputs(first_io, width)
-                self._first_session.run_with_iobinding(first_io, self._run_options)
-        except ORT_ERRORS as error:
-            raise run_failure("the model", error) from error
-        if self._growing is not None:
-            self._growing.finish_pass(width)
-        if (slots := arena.features) is not None:
-            if self._features is None:
-                slots.forget(base)
-            else:
-                self._features.store(slots, base, width, wanted)
-        return self._logits.select(first_logits, wanted)
+
+        def finish() -> Floats:
+            try:
+                if base or self._first_session is None:
+                    self._run_session()
+                else:
+                    first_io = self._first_session.io_binding()
+                    self._inputs.bind_without_cache(first_io, {node.name for node in self._first_session.get_inputs()})
+                    self._bind_first_outputs(first_io, width)
+                    self._first_session.run_with_iobinding(first_io, self._run_options)
+            except ORT_ERRORS as error:
+                raise run_failure("the model", error) from error
+            if self._growing is not None:
+                self._growing.finish_pass(width)
+            if (slots := arena.features) is not None:
+                if self._features is None:
+                    slots.forget(base)
+                else:
+                    self._features.store(slots, base, width, wanted)
+            return self._logits.select(first_logits, wanted)
+
+        return finish
 
     def _run_session(self) -> None:
         if self.shares_passes and self._shared is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import ClassVar, Final, Self
 
@@ -224,7 +224,8 @@ class ChosenSession(BoundGraph):
 
     def release_shared(self) -> None:
         """Let go of what shared passes hold of the caches of their texts."""
-        self._base.release_shared()
+        for bound in (self._base, *self._bound.values()):
+            bound.release_shared()
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
@@ -234,6 +235,18 @@ class ChosenSession(BoundGraph):
 
     def run(self, new: NewTokens) -> Floats:
         """Run a pass in the first graph that takes it."""
+        bound, new = self._chosen(new)
+        logits = bound.run(new)
+        self.others = bound.others
+        return logits
+
+    def begin(self, new: NewTokens) -> Callable[[], Floats]:
+        """Prepare a pass in the first graph that takes it; see `BoundGraph.begin`."""
+        bound, new = self._chosen(new)
+        return bound.begin(new)
+
+    def _chosen(self, new: NewTokens) -> tuple[BoundSession, NewTokens]:
+        """The first graph that takes a pass, and the pass as it runs there."""
         bound, base = self._own, self.arena.length
         self.last_graph = BASE_GRAPH
         for graph in self._takers:
@@ -255,9 +268,7 @@ class ChosenSession(BoundGraph):
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
             new = new._replace(positions=None, tree_mask=None)
-        logits = bound.run(new)
-        self.others = bound.others
-        return logits
+        return bound, new
 
     @property
     def _takers(self) -> Sequence[FurtherGraph]:

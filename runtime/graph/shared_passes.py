@@ -66,6 +66,8 @@ class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no ty
         """What else ran in the last pass."""
         self.pass_s = 0.0
         """Seconds of the last pass."""
+        self.handed_in_at: float | None = None
+        """When its pass was handed in, by `time.perf_counter`; None between two passes."""
         self.error: BaseException | None = None
         """Why the last pass failed, which the thread of another text ran."""
 
@@ -253,6 +255,18 @@ class SharedPasses:
         """Let passes of another graph be handed in."""
         self._graphs.append(graph)
 
+    def hand_in(self, binding: TextBinding) -> None:
+        """Let a pass, which `run` ends, run together with the next one of the same thread."""
+        if binding.handed_in_at is None and not binding.graph.cannot_share:
+            binding.handed_in_at = time.perf_counter()
+            self._handed_in.append(binding)
+
+    def withdraw(self, binding: TextBinding) -> None:
+        """Forget a pass that was handed in and has not run."""
+        binding.handed_in_at = None
+        if binding in self._handed_in:
+            self._handed_in.remove(binding)
+
     def run(self, binding: TextBinding, options: ort.RunOptions) -> None:
         """Run a pass, alone in its graph or together with those of the same graph that are handed in meanwhile.
 
@@ -262,23 +276,23 @@ class SharedPasses:
         Raises:
             Exception: ONNX Runtime failed; all texts of the same pass get the same error.
         """
-        handed_in, handed_in_at = self._handed_in, time.perf_counter()
-        if binding.graph.cannot_share:  # it waits for nobody, and leaves those that wait for each other alone
+        handed_in, started = self._handed_in, binding.handed_in_at or time.perf_counter()
+        if binding.handed_in_at is None and binding.graph.cannot_share:
+            # It waits for nobody, and leaves those that wait for each other alone.
             self._run([binding], options)
         else:
-            handed_in.append(binding)
+            self.hand_in(binding)
             try:
-                self._gather(lambda: binding not in handed_in or len(handed_in) == self.texts)
+                self._gather(lambda: binding not in handed_in or len(handed_in) >= self.texts)
             except BaseException:
-                if binding in handed_in:
-                    handed_in.remove(binding)
+                self.withdraw(binding)
                 raise
             if binding in handed_in:
                 bindings = sorted(handed_in, key=lambda each: each.number)
                 handed_in.clear()
                 self._run(bindings, options)
-        binding.others = binding.others._replace(waited_s=time.perf_counter() - handed_in_at - binding.pass_s)
-        error, binding.error = binding.error, None
+        binding.others = binding.others._replace(waited_s=time.perf_counter() - started - binding.pass_s)
+        error, binding.error, binding.handed_in_at = binding.error, None, None
         if error is not None:
             raise error
 
@@ -302,11 +316,13 @@ class SharedPasses:
             each.error = RuntimeError("the pass was interrupted")  # until its pass has run
         for graph in graphs:
             own = [each for each in bindings if each.graph is graph]
-            packed = graph.packed() if len(own) > 1 else None
+            packed = graph.packed() if min(len(own), self.texts) > 1 else None
             if packed is None:
                 graph.release()
-            for part in [own] if packed is not None else [[each] for each in own]:
-                self._run_pass(graph, packed, part, options)
+            # Of a text that two readers follow, both passes are handed in, so there may be more than there are texts.
+            width = self.texts if packed is not None else 1
+            for first in range(0, len(own), width):
+                self._run_pass(graph, packed, own[first : first + width], options)
 
     def _run_pass(
         self, graph: SharedGraph, packed: PackedPasses | None, bindings: Sequence[TextBinding], options: ort.RunOptions

@@ -163,7 +163,7 @@ class Sampler:
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
         adjusting = (LogitAdjustments(penalties, params.logit_bias, vocab_size),) if params.adjusts else ()
         self._adjusting: Final[Sequence[LogitStage]] = adjusting
-        self._stages: Final = stages
+        self.stages: Final = stages
         self._observing: Final = (*adjusting, *stages)
 
     @property
@@ -275,7 +275,7 @@ class Sampler:
         if params.min_p > 0:
             kept = self._where(np.greater_equal, weights, params.min_p * weights.max())
             ids, weights = ids[kept], weights[kept]
-        for stage in self._stages:
+        for stage in self.stages:
             weights = stage.weights(ids, weights)
         return ids, weights
 
@@ -288,9 +288,9 @@ class Sampler:
     def _scores(self, logits: Logits) -> tuple[Logits, TokenMask | None]:
         """The logits to choose from, valid until the next call, and which of them may be chosen; None for all."""
         scores, mask = self._adjusted(logits), self._mask_here()
-        if mask is not None and self._stages:
+        if mask is not None and self.stages:
             scores, mask = mask.apply(scores, self._masked), None
-        for stage in self._stages:
+        for stage in self.stages:
             scores = stage.scores(scores)
         return scores, mask
 

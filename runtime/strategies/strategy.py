@@ -7,6 +7,7 @@ may share their passes. A package of somebody else's adds one by an entry point 
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +20,7 @@ from ..sampling.logit_stage import LogitStage
 
 if TYPE_CHECKING:
     from ..sampling.sampler import SamplingParams
+    from ..text.messages import ChatPrompt
     from ..text.tokenizer import TextTokenizer
 
 ENTRY_POINTS: Final = "edgerun.strategies"
@@ -30,6 +32,8 @@ STRATEGIES: Final[Mapping[str, str]] = {
     "mirostat": "mirostat:Mirostat",
     "dry": "repetition:Dry",
     "momentum": "repetition:Momentum",
+    "cad": "guidance:Cad",
+    "negative-prompt": "guidance:NegativePrompt",
 }
 """Module in this package, and class, by name."""
 
@@ -47,10 +51,27 @@ class Strategy(OptionRecord):
     """Passes of the model for a token."""
     filters: ClassVar[bool] = False
     """Whether it only leaves tokens out, so that it does nothing without a temperature."""
+    has_reader: ClassVar[bool] = False
+    """Whether a second reader follows the answer; then the stage is a `second_reader.ReaderStage`."""
 
     @abstractmethod
     def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text of a model with `vocab_size` logits, whose other sampling options are `params`."""
+
+    def second_prompt(self, prompt_ids: list[int], chat: ChatPrompt | None, tokenizer: TextTokenizer) -> list[int]:
+        """Token ids of the prompt of the second reader; those of the prompt itself where nothing else is said.
+
+        Args:
+            prompt_ids: token ids of the prompt, without the start of the answer.
+            chat: the messages that it was made of; None for a raw one.
+            tokenizer: the model's.
+
+        Raises:
+            InputError: there is no such prompt.
+            TemplateError: the chat template refuses its messages.
+        """
+        del chat, tokenizer
+        return prompt_ids
 
 
 def strategy_class(name: str) -> type[Strategy]:
@@ -94,7 +115,8 @@ def parse_strategy(text: str) -> Strategy:
     """The strategy of a text such as `dry:multiplier=0.8,allowed_length=3`; errors as for `strategy`."""
     name, _, rest = text.partition(":")
     given: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    # A comma that no option follows is part of a text.
+    for part in filter(None, re.split(r",(?=\s*[\w-]+=)", rest)):
         option, _, value = part.partition("=")
         given[option.strip().replace("-", "_")] = _value(value.strip())
     return strategy(name, **given)
