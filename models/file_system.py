@@ -140,13 +140,16 @@ else:
 
 
 @contextmanager
-def locked(path: Path, wait_s: float, *, remove: bool = False) -> Iterator[None]:
+def locked(
+    path: Path, wait_s: float, *, remove: bool = False, waiting: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """Hold the lock file at `path` during the block, against other threads and other processes.
 
     Args:
         path: the file, which is created if necessary.
         wait_s: how long to wait for another holder, in seconds.
         remove: whether the file is removed after the block; else it stays.
+        waiting: called again and again while another holds the lock.
 
     Raises:
         TimeoutError: the lock was held elsewhere for `wait_s` seconds.
@@ -157,6 +160,7 @@ def locked(path: Path, wait_s: float, *, remove: bool = False) -> Iterator[None]
     while file is None:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{path} is in use")
+        waiting()
         time.sleep(_RETRY_S)
         file = _locked_file(path)
     try:

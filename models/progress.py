@@ -99,9 +99,9 @@ class ProgressDisplay:
         """Show that this fraction of a stage is done, 0 to 1. A new stage gets a bar of its own."""
         self._show(stage, fraction, 1.0, f"{fraction:.0%}")
 
-    def bytes_of(self, stage: str) -> Callable[[int, int], None]:
-        """A callback that takes the number of bytes of this stage that are done, and of all."""
-        return lambda done, total: self._show(stage, done, total, f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
+    def show_bytes(self, stage: str, done: int, total: int) -> None:
+        """Show the number of bytes of a stage that are done, and of all."""
+        self._show(stage, done, total, f"{done / 1e6:.1f} of {total / 1e6:.1f} MB")
 
     def _show(self, stage: str, done: float, total: float, amount: str) -> None:
         if self._lines:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...errors import HubError
 from ..manifest import FileDigest
+from ..progress import ProgressDisplay
 from ..user_text import format_bytes
 from . import client as hub_client
 from .local_store import Listing, RepoFile, Store, library_folder, models_root
@@ -18,6 +20,10 @@ _MIN_FREE_BYTES: Final = 64 << 20
 """Bytes that a download leaves free on the disk."""
 _MAX_EMPTY_ATTEMPTS: Final = 2
 """Consecutive attempts that may bring no bytes; the library retries by itself too."""
+_WAITING_REPORT_S: Final = 0.25
+"""Seconds between two reports about the download of another."""
+DownloadProgress: TypeAlias = Callable[[str, int, int], None]
+"""Receives the name of what is downloaded, the bytes that are here, and the bytes in total."""
 
 
 class PartialDownloads:
@@ -114,6 +120,27 @@ class PartialDownloads:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+@contextmanager
+def locked_for_download(
+    store: Store, listing: Listing, progress: DownloadProgress | None
+) -> Iterator[DownloadProgress]:
+    """Lock a repository and yield what receives the progress; see `fetch_model`.
+
+    While another thread or process downloads files of the repository, the progress is that of these files.
+    """
+
+    def waiting() -> None:
+        files = [file for file in listing.files.values() if store.partial(file).is_file()]
+        here = sum(_size(store.partial(file)) for file in files)
+        report(listing.repo, here, sum(file.bytes for file in files))
+        time.sleep(_WAITING_REPORT_S)
+
+    with disk_errors_explained(), ProgressDisplay() as display:
+        report = progress or display.show_bytes
+        with store.locked(waiting):
+            yield report
 
 
 @contextmanager

@@ -11,24 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Final, TypeAlias
+from typing import Final
 
 from ...errors import BundleError
 from ..bundle import GRAPH_NAME, SENTENCE_POOLING, SENTENCE_PROMPTS, TOKENIZER_AND_CONFIG_FILES
+from ..file_system import remove
 from ..graph_files import genai_decoder
 from ..graph_variant import DeviceKind
 from ..manifest import MANIFEST_NAME, Manifest
 from ..onnx_file.wire import external_files
-from ..progress import ProgressDisplay
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
 from .downloaded_model import CHECKPOINT, DownloadedModel, HubId, is_safe_path
-from .downloads import PartialDownloads, disk_errors_explained
+from .downloads import DownloadProgress, PartialDownloads, locked_for_download
 from .local_store import Listing, RepoFile, Store, library_folder, listing_of
-
-DownloadProgress: TypeAlias = Callable[[str, int, int], None]
-"""Receives the name of what is downloaded, the bytes that are here, and the bytes in total."""
 
 _TEXT_FILES: Final = (
     *TOKENIZER_AND_CONFIG_FILES,
@@ -55,7 +52,8 @@ def fetch_model(
         kind: kind of device that the model will run on; decides the variant if the id names none.
         newest: whether to ask the hub which commit the revision refers to now, and to replace damaged files.
         progress: receives the name of what is downloaded, the bytes that are here and the bytes in total; None shows
-            them in the terminal. What it raises ends the download, which a later one resumes.
+            them in the terminal. What it raises ends the download, which a later one resumes. Where another download
+            of the repository is waited for, they are those of its files, under the repository's name.
 
     Raises:
         BundleError: the repository holds no such graph, or the downloaded files are damaged.
@@ -63,7 +61,7 @@ def fetch_model(
         InputError: the repository or revision does not exist, or access is denied.
     """
     newest = newest and not hub_client.is_offline()
-    listing = _listing(id_, newest=newest)
+    listing = _listing(id_, newest=newest, progress=progress)
     _require_graph(id_, listing)
     store = Store(id_.repo)
     files = set(listing.files)
@@ -98,7 +96,7 @@ def fetch_checkpoint(id_: HubId, *, progress: DownloadProgress | None = None) ->
     Raises:
         EdgeError: as for `fetch_model`.
     """
-    listing = _listing(id_, newest=False)
+    listing = _listing(id_, newest=False, progress=progress)
     store = Store(id_.repo)
     weights = _safetensors(listing)
     if id_.variant is None and weights:
@@ -112,7 +110,7 @@ def fetch_checkpoint(id_: HubId, *, progress: DownloadProgress | None = None) ->
     return fetch_model(id_, progress=progress).path
 
 
-def _listing(id_: HubId, *, newest: bool) -> Listing:
+def _listing(id_: HubId, *, newest: bool, progress: DownloadProgress | None) -> Listing:
     """Return the repository's files: as stored, or as the hub lists them now."""
     store = Store(id_.repo)
     commit = store.commit_of(id_.revision)
@@ -127,7 +125,7 @@ def _listing(id_: HubId, *, newest: bool) -> Listing:
             f"run edge-run pull {id_} with a connection first",
         )
     listing = hub_client.list_repository(id_)
-    with disk_errors_explained():
+    with locked_for_download(store, listing, progress):
         listing = replace(listing, decoders=_decoders(store, listing))
         store.save_listing(listing, id_.revision)
     return listing
@@ -179,28 +177,34 @@ def _model_folder(
     progress: DownloadProgress | None = None,
 ) -> DownloadedModel:
     """Return the model folder for a file of a repository; `wanted` gives its files, by their path in the folder."""
+    name = DownloadedModel.name(listing.repo, variant)
     found = store.downloaded(listing.commit, source)
-    if found is not None and repair:
-        try:
-            found.verify()
-        except BundleError:
-            store.remove([found])
-            found = None
-    if found is None:
-        with disk_errors_explained(), store.locked(), ProgressDisplay() as display:
-            # Another process may have downloaded it meanwhile.
+    if found is None or (repair and _is_damaged(found)):
+        with locked_for_download(store, listing, progress) as report:
+            # Another thread or process may have downloaded it meanwhile.
             found = store.downloaded(listing.commit, source)
+            if found is not None and repair and _is_damaged(found):
+                remove(found.folder)
+                found = None
             if found is None:
-                name = DownloadedModel.name(listing.repo, variant)
-                report = display.bytes_of(name) if progress is None else partial(progress, name)
-                downloads = PartialDownloads(store, listing, report)
+                downloads = PartialDownloads(store, listing, partial(report, name))
                 names = wanted(downloads)
                 files = downloads.get(names.values())
                 found = store.assemble(
                     listing.commit, source, variant, {name: files[path] for name, path in names.items()}
                 )
     found.verify()
+    if progress is not None:
+        progress(name, found.bytes, found.bytes)
     return found
+
+
+def _is_damaged(model: DownloadedModel) -> bool:
+    try:
+        model.verify()
+    except BundleError:
+        return True
+    return False
 
 
 def _graph_files(downloads: PartialDownloads, chosen: GraphFiles) -> dict[str, str]:

@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -113,10 +113,14 @@ class Store:
         self.folder: Final = _kept(models_root(), repo.replace("/", "--"), _REPO_CHARS)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the repository against other processes that download or remove it."""
+    def locked(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Lock the repository against others that download or remove it, in this process too.
+
+        Args:
+            waiting: called now and then while another holds the lock; what it raises ends the waiting.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / _LOCK_NAME, _MAX_DOWNLOAD_S):
+        with locked(self.folder / _LOCK_NAME, _MAX_DOWNLOAD_S, waiting=waiting):
             self._record_id()
             yield
 

@@ -23,6 +23,7 @@ from onnx import TensorProto, helper
 
 import edgerun
 from edgerun import BundleError, EdgeError, HubError, InputError
+from edgerun.errors import CancelledError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import find_model
 from edgerun.models.graph_variant import DeviceKind
@@ -510,6 +511,15 @@ def test_concurrent_downloads_download_once(hub: HubServer) -> None:
     assert len(found) == 3
     assert len(set(found)) == 1
     assert hub.bodies().count("onnx/model_q4.onnx_data") == 1
+
+
+def test_who_waits_for_another_download_can_stop(hub: HubServer) -> None:
+    def stop(name: str, here: int, total: int) -> None:
+        raise CancelledError(f"{name}: {here} of {total}")
+
+    Store("org/js").folder.mkdir(parents=True)
+    with Store("org/js").locked(), pytest.raises(CancelledError, match="^org/js: 0 of 0$"):
+        fetch_model(HubId("org/js"), progress=stop)
 
 
 def test_a_model_that_is_being_downloaded_is_not_removed(hub: HubServer) -> None:
