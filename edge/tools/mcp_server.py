@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import anyio
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from pydantic import Field
+from mcp_types import CallToolResult, InputRequiredResult
+from pydantic import Field, ValidationError
 
 from ...errors import EdgeError
 from ...runtime.encoders.encoder import AnyModel
@@ -23,6 +24,29 @@ from ..service.model_pool import ModelPool
 _Used = TypeVar("_Used")
 _Result = TypeVar("_Result")
 _Model: TypeAlias = Annotated[str | None, Field(description="Name of the model; null for the first one.")]
+
+
+class _Server(MCPServer[Any]):
+    """A server that says what is wrong with a call on one line, without the SDK's words around it."""
+
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
+        """Call a tool.
+
+        Raises:
+            ToolError: there is none of that name, its arguments are wrong, or the model refuses.
+        """
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            cause = error.__cause__
+            if isinstance(cause, ValidationError):
+                wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in cause.errors())
+                raise ToolError(f"wrong arguments of {name}: {'; '.join(wrong)}") from cause
+            if isinstance(cause, ToolError):
+                raise cause from cause.__cause__
+            raise
 
 
 async def _use(
@@ -53,7 +77,7 @@ def mcp_server(pool: ModelPool) -> MCPServer[Any]:
         pool: the models.
     """
     names = ", ".join(entry.id for entry in pool.offered.entries())
-    server = MCPServer[Any]("edge-run", instructions=f"Models: {names}", version=__version__, log_level="ERROR")
+    server = _Server("edge-run", instructions=f"Models: {names}", version=__version__, log_level="ERROR")
 
     @server.tool()
     async def generate(

@@ -127,10 +127,13 @@ class ToolServers:
             tools = {tool.id: tool for running in self._running.values() for tool in running.tools}
         chosen = [tools[each] for each in ids if each in tools]
         names = [_NOT_IN_NAMES.sub("_", tool.name) for tool in chosen]
-        return {
-            name if names.count(name) == 1 else f"{tool.server}_{name}": tool
-            for tool, name in zip(chosen, names, strict=True)
-        }
+        found: dict[str, ServerTool] = {}
+        for tool, name in zip(chosen, names, strict=True):
+            unique = name if names.count(name) == 1 else f"{tool.server}_{name}"
+            while unique in found:
+                unique += "_"
+            found[unique] = tool
+        return found
 
     def call(self, tool: ServerTool, values: Mapping[str, Any], cancellation: Cancellation) -> tuple[str, bool]:
         """Call a tool and wait for its result: a text for the model, and whether the call failed.

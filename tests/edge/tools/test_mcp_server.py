@@ -118,7 +118,9 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
                 "no hidden states": ("embed", {"texts": ["one"]}),
                 "no model": ("generate", {"prompt": "Hello", "model": "none"}),
                 "no number": ("generate", {"prompt": "Hello", "max_tokens": 0}),
-                "no text": ("generate", {"prompt": 3}),
+                "no text": ("generate", {"prompt": 3, "max_tokens": "many"}),
+                "no query": ("rerank", {"documents": []}),
+                "no tool": ("dance", {}),
             }
             await session.send_ping()
             return {name: await session.call_tool(*call) for name, call in calls.items()}
@@ -139,11 +141,16 @@ def test_the_official_client_finds_and_calls_every_tool(models: tuple[Path, Path
     assert results["count"].structured_content == count
     np.testing.assert_allclose(results["vectors"].structured_content["embeddings"], vectors, rtol=0, atol=1e-6)
     said = {name: result.content[0].text for name, result in results.items() if result.is_error}
-    assert said.keys() == {"no hidden states", "no model", "no number", "no text"}
-    assert "does not give hidden states" in said["no hidden states"]
-    assert "there is no model 'none'; models are: writer, embedder, judge, encoder" in said["no model"]
+    assert said.keys() == {"no hidden states", "no model", "no number", "no text", "no query", "no tool"}
+    assert said["no hidden states"].startswith("writer does not give hidden states")
+    assert said["no model"] == "there is no model 'none'; models are: writer, embedder, judge, encoder"
     assert "max_tokens" in said["no number"].replace("-", "_")
-    assert "prompt" in said["no text"]
+    assert said["no text"].startswith(
+        "wrong arguments of generate: prompt: input should be a valid string; max_tokens: "
+    )
+    assert said["no query"] == "wrong arguments of rerank: query: field required"
+    assert said["no tool"] == "Unknown tool: dance"
+    assert not any("\n" in text for text in said.values())
 
 
 def test_only_messages_are_on_standard_output_and_errors_have_the_numbers_of_json_rpc(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,18 @@ def weather(folder: Path, **fields: Any) -> tuple[str, ServerFields]:
 
 def described(servers: ToolServers, name: str) -> dict[str, Any]:
     return next(each for each in servers.list()["servers"] if each["name"] == name)
+
+
+def test_names_that_differ_in_a_replaced_character_are_told_apart(servers: ToolServers, tmp_path: Path) -> None:
+    for name, tools in {"a": ("b.c", "b_c", "b c", "d"), "x": ("a_b_c", "a_b_c_", "d")}.items():
+        made = [f'@server.tool(name="{tool}")\ndef get() -> str: return "{name}/{tool}"' for tool in tools]
+        code = "\n".join([*SLOW_SERVER.partition("@")[0].splitlines(), *made, 'server.run("stdio")', "# at {}"])
+        servers.save(name, ServerFields(command=sys.executable, arguments=["-c", code, str(tmp_path)]))
+    ids = ["a/b.c", "a/b_c", "a/b c", "a/d", "x/a_b_c", "x/a_b_c_", "x/d"]
+    offered = servers.offered(ids, Cancellation())
+    assert [tool.id for tool in offered.values()] == ids
+    assert all(re.fullmatch(r"[\w-]+", name) for name in offered)
+    assert [servers.call(tool, {}, Cancellation())[0] for tool in offered.values()] == ids
 
 
 def test_tools_of_two_servers_with_one_name_are_told_apart(servers: ToolServers, tmp_path: Path) -> None:
