@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import random
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from edgerun.edge.server.http_protocol import ProtocolRoute
 from edgerun.edge.server.protocols import anthropic, llamacpp, ollama, openai, rerank
 from edgerun.edge.service.body_decoder import decode_body
 from edgerun.edge.service.responses_body import ResponsesBody
@@ -137,6 +141,8 @@ def test_the_server_says_nothing_of_the_contents_of_requests(endless_server: Ser
 
 ShowBody = msgspec.defstruct("ShowBody", [("model", str), ("verbose", bool | None, None)])
 UnloadBody = msgspec.defstruct("UnloadBody", [("model", str)])
+ODD = st.sampled_from((math.nan, -math.inf, 10**4000, functools.reduce(lambda inner, _: [inner], range(500), [])))
+"""What no field takes: numbers that JSON lacks or floats cannot hold, and what is nested too deeply."""
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatBody, chat_body(max_tokens=2)),
     "/v1/completions": (CompletionBody, {"prompt": "a", "max_tokens": 2}),
@@ -151,6 +157,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/messages": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
     "/v1/messages/count_tokens": (anthropic.MessagesBody, {"messages": [{"role": "user", "content": "a"}]}),
     "/api/show": (ShowBody, {"model": "bundle"}),
+    "/api/delete": (UnloadBody, {"model": "bundle"}),
     "/api/pull": (ollama.OllamaPullBody, {"model": "no hub id"}),
     "/api/embed": (ollama.OllamaEmbedBody, {"model": "bundle", "input": "a"}),
     "/api/chat": (ollama.OllamaChatBody, {"model": "bundle", "messages": [], "options": {"num_predict": 2}}),
@@ -161,8 +168,8 @@ BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 
 
 def test_every_path_with_a_body_is_tried(tiny_app: Starlette) -> None:
-    routes = [route for route in tiny_app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
-    assert [route.path for route in routes] == list(BODIES)
+    routes = [route for route in tiny_app.routes if isinstance(route, Route)]
+    assert [route.path for route in routes if {"POST", "DELETE"} & (route.methods or set())] == list(BODIES)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -177,14 +184,61 @@ def test_null_is_the_same_as_leaving_a_field_out(path: str) -> None:
 @settings(max_examples=examples(60), deadline=None)
 def test_a_body_is_answered_or_refused(tiny_app: Starlette, path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(*BODIES[path]))
+    odd = data.draw(st.none() | ODD)
+    if odd is not None:
+        body[data.draw(st.sampled_from(sorted(field.name for field in msgspec.structs.fields(BODIES[path][0]))))] = odd
     query = data.draw(st.dictionaries(NAMES, TEXTS, max_size=1))
-    response = asked(tiny_app, "POST", path, json=body, params=query)
-    if response.status_code == HTTPStatus.OK:
+    response = asked(tiny_app, method_of(path), path, content=json.dumps(body), headers=JSON, params=query)
+    if response.status_code == HTTPStatus.OK and odd is None:
         return
     assert response.status_code in {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND}, response.text
-    error = response.json()["error"]
+    assert_is_refusal(path, response)
+
+
+def method_of(path: str) -> str:
+    return "DELETE" if path == "/api/delete" else "POST"
+
+
+def assert_is_refusal(path: str, response: httpx.Response) -> None:
+    """Check that a response is one error, of one line, in the form of the API that the path belongs to."""
+    said = response.json()
     if path.startswith("/v1/messages"):
-        assert set(error) == {"type", "message"}
-    elif path.startswith("/v1/"):
-        assert set(error) == {"message", "type", "param", "code"}
-    assert "\n" not in (error if path.startswith("/api/") else error["message"])
+        assert (said.pop("type"), set(said["error"])) == ("error", {"type", "message"})
+    elif path == "/infill":
+        assert set(said["error"]) == {"code", "message", "type"}
+    elif not path.startswith("/api/"):
+        assert set(said["error"]) == {"message", "type", "param", "code"}
+    message = said["error"] if path.startswith("/api/") else said["error"]["message"]
+    assert (set(said), type(message), "\n" in message) == ({"error"}, str, False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"NaN", b'{"a": 1, "a": 2}', b'{"a":' * 15_000, b"[" * 90_000],
+)
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_not_an_object_is_refused(tiny_app: Starlette, path: str, content: bytes) -> None:
+    response = asked(tiny_app, method_of(path), path, content=content, headers=JSON)
+    assert response.status_code == HTTPStatus.BAD_REQUEST
+    assert_is_refusal(path, response)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 421),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"content-type": "text/plain"}, 415),
+    ],
+    ids=["a name that points here", "a page of another site", "a page without a site", "no JSON"],
+)
+def test_other_sites_are_refused_on_every_route(tiny_app: Starlette, headers: dict[str, str], status: int) -> None:
+    routes = [route for route in tiny_app.routes if isinstance(route, ProtocolRoute)]
+    tried = [(method, route.path) for route in routes for method in route.methods or () if method != "HEAD"]
+    assert len(tried) > len(BODIES)
+    for method, path in tried:
+        if method == "POST" or status != HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+            response = asked(tiny_app, method, path, content=b"{}", headers={**JSON, **headers})
+            assert response.status_code == status, path
+            assert_is_refusal(path, response)
