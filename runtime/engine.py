@@ -88,8 +88,8 @@ class Engine:
         self.new_sequence: Final = model.new_sequence
         self.with_float_cache: Final = model.with_float_cache
         self.replay: Final = model.replay
-        self._documents: Final[WeakValueDictionary[str, AnswerStream]] = WeakValueDictionary()
-        """The latest completion of each document."""
+        self.documents: Final[WeakValueDictionary[str, AnswerStream]] = WeakValueDictionary()
+        """The latest completion of each document, and of each slot of an editor."""
 
     @lists_options(GenerateOptions)
     def generate(
@@ -124,9 +124,7 @@ class Engine:
         prompt_ids = self._raw_ids(prompt, chosen) if chat is None else chat.ids
         stream = self.model.answer(None, prompt_ids, chosen, chat)
         if chosen.suffix is not None and chosen.document is not None:
-            if (older := self._documents.get(chosen.document)) is not None:
-                older.cancel()
-            self._documents[chosen.document] = stream
+            stream.end_older(self.documents, chosen.document)
         return stream
 
     @lists_options(GenerateOptions)

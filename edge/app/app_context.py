@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..conversations.store import ConversationStore
 from ..server.server_settings import ServerSettings
+from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..tools.tool_servers import ToolServers
 from .event_channel import EventChannel
@@ -66,8 +68,14 @@ class AppContext:
     embedding_model: str | None = None
     """Which model finds passages of documents by their meaning; as for `passage_encoder`."""
 
+    @cached_property
+    def files(self) -> ModelFiles:
+        """What the files of the models say."""
+        return ModelFiles(self.pool)
+
     def default_model(self) -> str | None:
-        """The model of conversations that name none; None where there is no model."""
+        """The model of conversations that name none; None where no model writes texts."""
         chosen = read_settings(self.store)["default_model"]
-        offered = [entry.id for entry in self.pool.offered.entries()]
+        entries = self.pool.offered.entries()
+        offered = [entry.id for entry in entries if "completion" in self.files.describe(entry)["capabilities"]]
         return chosen if chosen in offered else next(iter(offered), None)

@@ -21,7 +21,7 @@ from ...models.user_text import format_bytes
 from ...runtime.devices.chip import chip_features
 from ...runtime.devices.processor import Power, choose_power, default_threads
 from ...runtime.devices.providers import available_devices, cpu_device
-from ...runtime.graph.encoder_graph import is_encoder
+from ...runtime.graph.encoder_graph import encoder_output
 from ...runtime.graph.packed_files import lacks_prepacked
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.device_choice import THREAD_CHOICES, chosen_threads, thread_candidates, thread_choice_key
@@ -123,7 +123,7 @@ def _model_advice(bundle: Bundle) -> Iterator[str]:
         yield f"it takes {needed}: {fits if fitting else 'this machine has too little memory for it'}"
     if lacks_prepacked(bundle):
         yield "its weights are not packed for this machine yet, so that its first load takes longer"
-    if is_encoder(bundle):
+    if encoder_output(bundle) is not None:
         return
     config = SessionConfig(cpu_device())
     key = model_key(bundle, replace(config, threads=chosen_threads(bundle, config)))

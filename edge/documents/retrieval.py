@@ -14,11 +14,10 @@ from ...models.bundle import unchecked_bundle
 from ...models.find import find_model
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
-from ...models.onnx_file.wire import outputs_of
 from ...models.progress import Progress, silent
 from ...runtime.encoders.encoder import Encoder, load_encoder
 from ...runtime.engine import Engine
-from ...runtime.graph.encoder_graph import SCORE, is_encoder
+from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve
 from ...runtime.prefill import never
@@ -118,7 +117,7 @@ def passage_encoder(wanted: str | None) -> Encoder | None:
     for entry in OfferedModels([]).entries():
         with suppress(EdgeError, OSError):
             graph, _, folder = find_graph(Path(entry.source), None, DeviceKind.CPU)
-            if is_encoder(unchecked_bundle(graph, folder)) and SCORE not in outputs_of(graph):
+            if encoder_output(unchecked_bundle(graph, folder)) not in (None, SCORE):
                 return _loaded(Path(entry.source))
     return None
 

@@ -20,6 +20,7 @@ from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
 from ...runtime.structure.response_format import CLIENT
 from ..service.generation_fields import GenerationRequest
+from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import ErrorCode, RequestError, describe
@@ -54,6 +55,7 @@ class RequestService:
 
     def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
         self.pool: Final = pool
+        self.files: Final = ModelFiles(pool)
         self.settings: Final = settings
         self.metrics: Final = ServerMetrics(pool.status)
         self.draining = False

@@ -180,6 +180,8 @@ class GenerationRequest:
     """The context that is expected; see `check`."""
     keep_s: float | None = None
     """Seconds for which the model stays in memory afterwards; None for what the server does by itself."""
+    slot: str | None = None
+    """What a newer request of the same name ends, as one of the same document does."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request that the response object repeats; the Responses API has some."""
 
@@ -198,13 +200,16 @@ class GenerationRequest:
         prompt = self.prompts[index]
         if isinstance(prompt, tuple):
             return engine.answer(prompt, self.options)
-        return engine.stream(prompt, self.options)
+        stream = engine.stream(prompt, self.options)
+        if self.slot is not None:
+            stream.end_older(engine.documents, self.slot)
+        return stream
 
     def cancelled(self) -> EdgeError:
         """The error of an answer that was cancelled, and not by its client."""
-        if self.options.document is None:
+        if (document := self.options.document or self.slot) is None:
             return CancelledError("the answer was cancelled")
-        what = f"a newer request for the document {shown(self.options.document)} has come"
+        what = f"a newer request for the document {shown(document)} has come"
         return RequestError(what, "wait for the answer to that one", code=ErrorCode.SUPERSEDED, param="document")
 
     def check(self, engine: Engine) -> None:

@@ -16,7 +16,7 @@ from ...models.graph_files import find_graph
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
-from ...runtime.graph.encoder_graph import is_encoder
+from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from ...runtime.options import model_defaults
 from ...runtime.sampling.sampler import SamplingParams
 from .model_pool import ModelPool
@@ -29,7 +29,7 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
     "cache_bytes_per_token": None,
     "context": None,
     "chats": False,
-    "encoder": False,
+    "capabilities": ["completion"],
     "sampling_defaults": {},
 }
 """What is said of a model whose files cannot be read; loading it says more."""
@@ -98,6 +98,18 @@ def _is_exported(path: Path) -> bool:
     return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
 
 
+def capabilities(bundle: Bundle) -> list[str]:
+    """What a model is for: `embedding` or `rerank` (encoders), or `completion`, with `tools` if it has a chat template.
+
+    Raises:
+        EdgeError: a file is damaged.
+    """
+    if (output := encoder_output(bundle)) is not None:
+        return ["rerank" if output == SCORE else "embedding"]
+    template = bundle.json_file("tokenizer_config.json").get("chat_template")
+    return ["completion", *["tools"] * (bundle.file("chat_template.jinja") is not None or bool(template))]
+
+
 def describe_files(bundle: Bundle) -> dict[str, Any]:
     """Read the files of a model, but for its weights.
 
@@ -105,7 +117,7 @@ def describe_files(bundle: Bundle) -> dict[str, Any]:
         EdgeError: one is damaged.
         OSError: one cannot be read.
     """
-    template = bundle.json_file("tokenizer_config.json").get("chat_template")
+    can = capabilities(bundle)
     files = (bundle.folder if bundle.manifest is None else bundle.graph.parent).rglob("*")
     return {
         "architecture": str(bundle.config.get("model_type", "")),
@@ -113,8 +125,8 @@ def describe_files(bundle: Bundle) -> dict[str, Any]:
         "weight_bytes": bundle.weight_bytes,
         "cache_bytes_per_token": _cache_bytes(bundle.config),
         "context": bundle.context,
-        "chats": bundle.file("chat_template.jinja") is not None or bool(template),
-        "encoder": is_encoder(bundle),
+        "chats": "tools" in can,
+        "capabilities": can,
         "sampling_defaults": _sampling_defaults(model_defaults(bundle)),
     }
 

@@ -91,14 +91,17 @@ def _probability(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": json_logprob(token), "bytes": list(token.bytes)}
 
 
-def model_object(name: str, created: int) -> dict[str, Any]:
+def model_object(name: str, created: int, capabilities: Sequence[str]) -> dict[str, Any]:
     """One model.
 
     Args:
         name: name of the model in requests.
         created: when the model was made, in seconds since 1970.
+        capabilities: see `service.model_files.capabilities`.
     """
-    return {"id": name, "object": "model", "created": created, "owned_by": "edge-run"}
+    # Objects of language models have OpenAI's fields and no others.
+    told = {} if "completion" in capabilities else {"capabilities": capabilities}
+    return {"id": name, "object": "model", "created": created, "owned_by": "edge-run", **told}
 
 
 def embedding_list(

@@ -22,7 +22,7 @@ from ..devices.providers import choose_device, cpu_device
 from ..embedding import checked_token_ids, pooling_of, unit_vector
 from ..engine import Engine
 from ..engine_loading import load, usable_threads
-from ..graph.encoder_graph import SCORE, VECTOR, EncoderGraph, is_encoder
+from ..graph.encoder_graph import SCORE, VECTOR, EncoderGraph, encoder_output
 from ..graph.session import SessionConfig
 from ..prefill import never
 from ..ranking import Relevance, probability
@@ -39,7 +39,8 @@ _CONTEXT: Final = 512
 class Encoder:
     """An encoder in memory, on the CPU. Make one with `load_encoder`; close it, or use it in a `with` block.
 
-    Several threads may use it at a time; every text is one forward pass, so that its result does not depend on others.
+    Several threads may use it at a time. Texts of similar length share a forward pass where the graph has an attention
+    mask and an open batch axis, and does not quantize activations by the range of all of them.
 
     Args:
         bundle: the model.
@@ -86,7 +87,7 @@ class Encoder:
 
         Args:
             texts: the texts with the prompts that the model wants before them (`query: `), or their token ids.
-            cancelled: called before every text; True ends the work with an error.
+            cancelled: called for every text; True ends the work with an error.
 
         Returns:
             float32 `[n, d]`, rows of length 1.
@@ -97,12 +98,15 @@ class Encoder:
             InputError: the model gives scores, or a text is empty.
         """
         graph = self._open(SCORE, wanted=False)
-        vectors, encode = [], partial(self.tokenizer.encode, add_special_tokens=True)
-        for token_ids in checked_token_ids(texts, encode, "text", self.context, self.vocab_size):
+        encode = partial(self.tokenizer.encode, add_special_tokens=True)
+        given = checked_token_ids(texts, encode, "text", self.context, self.vocab_size)
+        vectors = {}
+        for index, output in graph.run([(each, [0] * len(each)) for each in given]):
             if cancelled():
                 raise EdgeError("the embedding was cancelled")
-            vectors.append(unit_vector(self._pooled(graph.run(token_ids, [0] * len(token_ids)))))
-        return np.stack(vectors) if vectors else np.empty((0, graph.size), np.float32)
+            vectors[index] = unit_vector(self._pooled(output))
+        ordered = [vectors[index] for index in range(len(given))]
+        return np.stack(ordered) if ordered else np.empty((0, graph.size), np.float32)
 
     @checked_arguments
     def score(
@@ -119,7 +123,7 @@ class Encoder:
             query: what is searched.
             documents: the texts, each of which must fit the context together with the query.
             instruction: for models that are asked in words, as `Engine.score`; not for this one.
-            cancelled: called before every document; True ends the work with an error.
+            cancelled: called for every document; True ends the work with an error.
 
         Raises:
             ContextError: a document does not fit the context.
@@ -133,10 +137,9 @@ class Encoder:
         encode, given = self.tokenizer.encode_plain, [token_ids for token_ids, _ in pairs]
         checked_token_ids(given, encode, "the pair of document", self.context, self.vocab_size)
         scores = np.empty(len(pairs), np.float32)
-        for index, pair in enumerate(pairs):
+        for index, logits in graph.run(pairs):
             if cancelled():
                 raise EdgeError("the ranking was cancelled")
-            logits = graph.run(*pair)
             if logits.size != 1:
                 raise InputError(f"{self.name} gives {logits.size} numbers for a pair", "a reranker gives one")
             scores[index] = probability(logits.item())
@@ -201,6 +204,6 @@ def load_either(
     wanted = (options or LoadOptions()).changed(changes)
     kind = choose_device(wanted.device).kind
     bundle = open_bundle(find_model(model, kind), kind=kind)
-    if is_encoder(bundle):
+    if encoder_output(bundle) is not None:
         return Encoder(bundle, usable_threads(wanted.threads))
     return load(model, wanted, progress=progress)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
+from ...models.json_file import is_whole
 from ...models.onnx_file.wire import operators_of, outputs_of
 from .graph_io import element_kind, element_type
 from .model_metadata import reject_operators
@@ -20,21 +21,31 @@ VECTOR: Final = "sentence_embedding"
 SCORE: Final = "logits"
 _OUTPUTS: Final[Mapping[str, int]] = {VECTOR: 2, "last_hidden_state": 3, "token_embeddings": 3, SCORE: 2}
 """Outputs of Optimum's exports with their numbers of dimensions; the first one that a graph has is read."""
+_STATES: Final = 2
+"""Number of dimensions of the hidden states of one text."""
+_PASS_TOKENS: Final = 2048
+"""Most tokens of a forward pass of several texts, with their padding, which bounds its memory."""
+_LEAST_SHARE: Final = 0.8
+"""Length of the shortest text of a pass as a share of the longest, which bounds the padding."""
+_WHOLE_BATCH: Final = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QAttention")
+"""Operators with one scale for all texts of a pass, so that a text's output would depend on the others."""
 _CLASSIFIER: Final = "ForSequenceClassification"
 """How transformers' names of models with a score for a text or two end."""
 
 
-def is_encoder(bundle: Bundle) -> bool:
-    """Whether a model gives vectors or scores, and has no cache to generate text with, by the outputs of its graph.
+def encoder_output(bundle: Bundle) -> str | None:
+    """The output that is read of a model without a KV cache, which gives vectors or scores; None for other models.
 
     Raises:
         BundleError: a file is damaged.
     """
     if bundle.manifest is not None:
-        return False
+        return None
     names = outputs_of(bundle.graph)
     classifies = _CLASSIFIER in str(bundle.config.get("architectures"))
-    return names <= {*_OUTPUTS, "pooler_output"} and (SCORE not in names or classifies)
+    if not names <= {*_OUTPUTS, "pooler_output"} or (SCORE in names and not classifies):
+        return None
+    return next((name for name in _OUTPUTS if name in names), None)
 
 
 class EncoderGraph:
@@ -50,9 +61,11 @@ class EncoderGraph:
 
     def __init__(self, bundle: Bundle, config: SessionConfig) -> None:
         self._where: Final = str(bundle.graph)
-        reject_operators(operators_of(bundle.graph), self._where)
+        operators = operators_of(bundle.graph)
+        reject_operators(operators, self._where)
         self._session, _ = load_graph(bundle.graph, config)
-        self._types: Final = {each.name: element_type(each) for each in graph_values(self._session.get_inputs())}
+        inputs = graph_values(self._session.get_inputs())
+        self._types: Final = {each.name: element_type(each) for each in inputs}
         outputs = {each.name: each for each in graph_values(self._session.get_outputs())}
         self.output: Final = next((name for name in _OUTPUTS if name in outputs), "")
         """Name of the output that is read."""
@@ -68,18 +81,55 @@ class EncoderGraph:
         last = value.shape[-1]
         self.size: Final = last if isinstance(last, int) else 0
         """Length of the vectors, or number of scores; 0 where the graph leaves it open."""
+        padding: Any = bundle.config.get("pad_token_id")
+        self._padding: Final[int] = padding if is_whole(padding, 0) else 0
+        open_batch = "attention_mask" in self._types and not any(isinstance(each.shape[0], int) for each in inputs)
+        self._most_tokens: Final = (
+            _PASS_TOKENS if open_batch and not any(each in operators for each in _WHOLE_BATCH) else 0
+        )
 
-    def run(self, token_ids: Sequence[int], type_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The output for one text, float32 `[n, d]` for hidden states, else `[d]`.
+    def run(
+        self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yield the index and the output of each text: float32 `[n, d]` for hidden states, else `[d]`.
+
+        Texts of similar length share a forward pass if the graph allows it.
+
+        Args:
+            texts: token ids, and type ids, of each text.
 
         Raises:
             EdgeError: ONNX Runtime failed.
         """
-        given = {"input_ids": token_ids, "token_type_ids": type_ids, "position_ids": range(len(token_ids))}
-        ones = [1] * len(token_ids)
-        feeds = {name: np.array([given.get(name, ones)], dtype) for name, dtype in self._types.items()}
+        for batch in self._batches([len(token_ids) for token_ids, _ in texts]):
+            for index, output in zip(batch, self._pass([texts[each] for each in batch]), strict=True):
+                length = len(texts[index][0])
+                yield index, output[:length] if output.ndim == _STATES else output
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """The indices of texts that share a pass, the shortest texts first."""
+        batch: list[int] = []
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            longest = lengths[index]
+            full = (len(batch) + 1) * longest > self._most_tokens
+            if batch and (full or lengths[batch[0]] < _LEAST_SHARE * longest):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+    def _pass(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> npt.NDArray[np.float32]:
+        width = max(len(token_ids) for token_ids, _ in texts)
+        given: dict[str, list[Any]] = {
+            "input_ids": [[*token_ids, *[self._padding] * (width - len(token_ids))] for token_ids, _ in texts],
+            "token_type_ids": [[*types, *[0] * (width - len(types))] for _, types in texts],
+            "attention_mask": [[1] * len(types) + [0] * (width - len(types)) for _, types in texts],
+            "position_ids": [range(width)] * len(texts),
+        }
+        feeds = {name: np.array(given[name], dtype) for name, dtype in self._types.items()}
         try:
             (found,) = self._session.run([self.output], feeds, run_options())
         except ORT_ERRORS as error:
             raise run_failure(self._where, error) from error
-        return np.asarray(found[0], np.float32)
+        return np.asarray(found, np.float32)

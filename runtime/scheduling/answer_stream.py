@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeAlias
@@ -110,6 +110,12 @@ class AnswerStream(Iterator[Chunk]):
             if not self._unfinished:
                 self.close()
         return chunk
+
+    def end_older(self, latest: MutableMapping[str, AnswerStream], document: str) -> None:
+        """End the latest stream of a document, and be the latest one."""
+        if (older := latest.get(document)) is not None:
+            older.cancel()
+        latest[document] = self
 
     def cancel(self, index: int | None = None) -> None:
         """End the answer after its current pass; what was generated stays.

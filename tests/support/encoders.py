@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -53,7 +54,10 @@ encoder (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask
     last_hidden_state = Add(hidden, mean)
     first = Gather<axis = 1>(last_hidden_state, zero)
     logits = MatMul(first, head)
-    sentence_embedding = ReduceMean<axes = [1], keepdims = 0>(last_hidden_state)
+    unpadded = Mul(last_hidden_state, mask)
+    total = ReduceSum<keepdims = 0>(unpadded, middle)
+    counts = ReduceSum<keepdims = 0>(mask, middle)
+    sentence_embedding = Div(total, counts)
 }
 """
 _SHAPES: Final = {
@@ -89,7 +93,12 @@ def encoder_tokenizer() -> Tokenizer:
 
 
 def write_encoder(
-    folder: Path, output: str = "last_hidden_state", *, pooling: str | None = None, types: bool = True
+    folder: Path,
+    output: str = "last_hidden_state",
+    *,
+    pooling: str | None = None,
+    types: bool = True,
+    changes: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write an encoder whose graph lies in a folder below its configuration, and return its folder.
 
@@ -98,6 +107,7 @@ def write_encoder(
         output: the output of the graph.
         pooling: the flag in the pooling config of sentence-transformers that is true; None for no such file.
         types: whether the graph takes type ids.
+        changes: what to replace in the text of the graph, and by what.
     """
     (folder / "onnx").mkdir(parents=True, exist_ok=True)
     taken = ", int64[batch, sequence] token_type_ids" if types else ""
@@ -105,6 +115,8 @@ def write_encoder(
     text = _GRAPH % (taken, _SHAPES[output], output, zeros)
     if not types:
         text = text.replace("counted =", "zeros = Sub(attention_mask, attention_mask)\n    counted =")
+    for found, instead in changes.items():
+        text = text.replace(found, instead)
     model = parser.parse_model(text)
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in WEIGHTS.items())
     onnx.save(model, folder / "onnx" / "model.onnx")

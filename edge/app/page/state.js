@@ -12,6 +12,8 @@ export const state = {
   presets: [],
   folders: [],
   models: [],
+  /** Models that make vectors or scores of texts, and no text. */
+  encoders: [],
   defaultModel: null,
   machine: {},
   conversations: [],

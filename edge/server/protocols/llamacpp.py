@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from ....errors import EdgeError
@@ -36,6 +37,7 @@ class InfillBody(RequestFields, kw_only=True):
     ] = None
     suffix_first: Annotated[bool | None, option_meta("suffix_first", extension=True)] = None
     document: Annotated[str | None, option_meta("document", extension=True)] = None
+    id_slot: Annotated[int | None, about("A newer request for the slot ends the older one; -1 for no slot.")] = None
     response_fields: Annotated[list[str] | None, about("Fields of the response, such as timings/prompt_n.")] = None
     samplers: Annotated[list[str] | str | None, about("Accepted; other fields say how tokens are chosen.")] = None
     n_indent: Annotated[int | None, about("Accepted; does not end the text.")] = None
@@ -54,7 +56,9 @@ class InfillBody(RequestFields, kw_only=True):
             **file_options(fields.input_extra),
         }
         repeated = {"n_predict": fields.n_predict, "response_fields": fields.response_fields}
-        return generation_request(fields, [fields.input_prefix], others, repeated=repeated)
+        request = generation_request(fields, [fields.input_prefix], others, repeated=repeated)
+        slotted = fields.id_slot is not None and fields.id_slot >= 0
+        return replace(request, slot=f"id_slot {fields.id_slot}" if slotted else None)
 
 
 class InfillObjects(GenerationObjects):

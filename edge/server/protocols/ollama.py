@@ -27,7 +27,6 @@ from ...service.generation_fields import (
     template_variables,
 )
 from ...service.message_fields import FunctionTool, JsonObjectFormat, checked_messages, tool_mappings
-from ...service.model_files import ModelFiles
 from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
@@ -42,6 +41,7 @@ API_VERSION: Final = "0.12.6"
 _NEVER: Final = "2318-01-01T00:00:00Z"
 """When a model is unloaded that stays in memory, as Ollama says it."""
 
+_THINK: Final = (True, False, "high", "medium", "low")
 _OTHER_NAMES: Final = {"thinking": "reasoning_content", "tool_name": "name"}
 """Names of fields of a message in the chat template, by Ollama's."""
 
@@ -75,7 +75,7 @@ class _Body(StrictStruct, kw_only=True):
     format: Annotated[str | dict[str, Any] | None, about("json, or a JSON schema.")] = None
     options: Annotated[OllamaOptions | None, about("Options of the answer.")] = None
     keep_alive: KeepAlive = None
-    think: Annotated[bool | str | None, about("Whether the model thinks, or how much.")] = None
+    think: Annotated[bool | str | None, about("Whether the model thinks, or how much.", *_THINK)] = None
     images: Annotated[list[str] | None, about("Not supported: models here read text.", [])] = None
 
     def request(self, prompts: Sequence[Any], **others: Any) -> GenerationRequest:
@@ -245,13 +245,14 @@ def _pull(pool: ModelPool, body: OllamaPullBody, run: Run[bytes]) -> Iterator[by
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    pool, files = service.pool, ModelFiles(service.pool)
+    pool, files = service.pool, service.files
 
     def described(entry: ModelEntry) -> dict[str, Any]:
         known = files.describe(entry)
         details = {"format": "onnx", "family": known["architecture"], "quantization_level": entry.id.partition(":")[2]}
         names = {"name": entry.id, "model": entry.id, "digest": "", "details": details}
-        return {**names, "modified_at": _time(entry.created), "size": known["disk_bytes"]}
+        about_files = {"size": known["disk_bytes"], "capabilities": known["capabilities"]}
+        return {**names, "modified_at": _time(entry.created), **about_files}
 
     def version() -> object:
         """The version of Ollama whose API this is."""
@@ -280,8 +281,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         entry = pool.offered.find(model)
         known, family = files.describe(entry), described(entry)["details"]["family"]
         info = {"general.architecture": family, f"{family}.context_length": known["context"]}
-        capabilities = ["embedding"] if known["encoder"] else ["completion", *["tools"] * known["chats"]]
-        return {**described(entry), "model_info": info, "capabilities": capabilities}
+        return {**described(entry), "model_info": info}
 
     table: list[tuple[str, str, Handler]] = [
         ("GET", "/api/version", version),

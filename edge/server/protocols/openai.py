@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any
-
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ....runtime.encoders.encoder import AnyModel
 from ....runtime.engine import Engine
@@ -16,8 +12,8 @@ from ....runtime.scheduling.request_run import Cancellation, Run
 from ...service.body_decoder import StrictStruct, about, decode_body
 from ...service.generation_fields import check_token_ids
 from ...service.model_pool import ModelPool
+from ...service.offered_models import ModelEntry
 from ...service.openai_objects import ChatCompletionObjects, CompletionObjects, embedding_list, model_object
-from ...service.request_error import RequestError
 from ...service.response_objects import ResponseObjects
 from ...service.responses_body import parse_response
 from ...service.text_bodies import (
@@ -29,27 +25,24 @@ from ...service.text_bodies import (
     parse_completion,
 )
 from ..endpoints import Endpoint, RequestService, generating_route
-from ..http_messages import JsonResponse, error_response
 from ..http_protocol import OPENAI, RESPONSES, ProtocolRoute, encode_json, event
 from ..json_endpoint import JsonRoute
 
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API; their descriptions are for the list of paths."""
-    entries = service.pool.offered.entries
+    offered = service.pool.offered
 
-    async def models(_request: Request) -> Response:
+    def described(entry: ModelEntry) -> dict[str, Any]:
+        return model_object(entry.id, entry.created, service.files.describe(entry)["capabilities"])
+
+    def models() -> object:
         """The models that are offered."""
-        listed = [model_object(entry.id, entry.created) for entry in await asyncio.to_thread(entries)]
-        return JsonResponse({"object": "list", "data": listed})
+        return {"object": "list", "data": [described(entry) for entry in offered.entries()]}
 
-    async def model(request: Request) -> Response:
+    def model(id: str) -> object:  # noqa: A002  the name in the path
         """One model."""
-        try:
-            entry = await asyncio.to_thread(service.pool.offered.find, request.path_params["id"])
-        except RequestError as error:
-            return error_response(error, request.scope)
-        return JsonResponse(model_object(entry.id, entry.created))
+        return described(offered.find(id))
 
     def unload(model: str) -> object:
         """Unload a model that is not in use."""
@@ -76,8 +69,8 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         ),
         ProtocolRoute(OPENAI, "POST", "/v1/models/load", Endpoint(service, load, parse_load, load_model, loads=False)),
         JsonRoute(service.settings, "POST", "/v1/models/unload", unload),
-        ProtocolRoute(OPENAI, "GET", "/v1/models", models),
-        ProtocolRoute(OPENAI, "GET", "/v1/models/{id:path}", model),
+        JsonRoute(service.settings, "GET", "/v1/models", models),
+        JsonRoute(service.settings, "GET", "/v1/models/{id:path}", model),
     ]
 
 

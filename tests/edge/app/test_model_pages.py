@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import BrowserPage, browser_page, look
+from support.encoders import write_encoder
 from support.hub_server import HubServer, files_of, own_hub
 from support.tiny_models import write_bundle, write_checkpoint
 from support.waiting import wait_until
@@ -40,7 +41,8 @@ def hub(folder: Path) -> Iterator[HubServer]:
 def app(folder: Path, hub: HubServer, tiny_bundle: Path) -> Iterator[RunningApp]:
     # A download that is paused while nothing arrives ends with the time limit of the hub library, else 10 seconds.
     environment = {"EDGERUN_CACHE": str(folder / "cache"), "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
-    with running_app(folder / "home", tiny_bundle, **environment) as app:
+    encoder = write_encoder(folder / "vectors")
+    with running_app(folder / "home", encoder, tiny_bundle, **environment) as app:
         yield app
 
 
@@ -152,6 +154,17 @@ def test_models_are_loaded_and_removed_after_a_question(page: Page, folder: Path
     expect(model).to_have_count(0)
     assert not any(path.exists() for path in stored)
     expect(page.locator('[data-model="shell-helper"] button[aria-label^="Remove"]')).to_have_count(0)
+
+
+def test_an_encoder_is_listed_and_not_offered_for_chats(page: Page) -> None:
+    encoder = page.locator('[data-model="vectors"]')
+    encoder.get_by_role("button", name="Load vectors into memory").click()
+    expect(encoder).to_contain_text("in memory")
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Model: bundle. Choose another").click()
+    menu = page.get_by_role("menu", name="Model: bundle. Choose another")
+    expect(menu).to_contain_text("shell-helper")
+    expect(menu).not_to_contain_text("vectors")
 
 
 def test_the_switcher_changes_the_model_by_keyboard(page: Page) -> None:

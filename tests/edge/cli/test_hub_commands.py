@@ -18,6 +18,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 import edgerun
 from edgerun.edge.cli.main import main
 from support.commands import Capture, Patch, fails, json_of, output_of
+from support.encoders import write_encoder
 from support.hub_server import HubServer, files_of, own_hub, sha256
 from support.processes import EDGE_RUN, started
 
@@ -115,25 +116,29 @@ def test_failures_are_a_one_line_error(hub: HubServer, capsys: Capture, argument
 
 def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: Capture) -> None:
     assert run(["models"], capsys)[1].splitlines()[-1].startswith("no downloaded models yet; to get one: edge-run pull")
-    for name in ("org/tiny", "org/js:fp32", "org/js:q4f16"):
+    hub.repo("org/vectors", files_of(write_encoder(tmp_path / "vectors")))
+    for name in ("org/tiny", "org/js:fp32", "org/js:q4f16", "org/vectors"):
         assert main(["pull", name]) == 0
     capsys.readouterr()
     listed = [model for model in json_of(capsys, "models", "--json")["models"] if model["commit"]]
-    models = [("org/js", "fp32"), ("org/js", "q4f16"), ("org/tiny", "")]
+    models = [("org/js", "fp32"), ("org/js", "q4f16"), ("org/tiny", ""), ("org/vectors", "")]
     assert [(model["id"], model["variant"]) for model in listed] == models
+    assert [model["capabilities"][0] for model in listed] == [*["completion"] * 3, "embedding"]
     assert all(Path(model["path"]).is_dir() and model["bytes"] > 0 and model["last_used"] for model in listed)
-    shown = [line.split()[0] for line in output_of(capsys, "models").splitlines() if "org/" in line]
-    assert shown == ["org/js:fp32", "org/js:q4f16", "org/tiny"]
+    shown = [line.split() for line in output_of(capsys, "models").splitlines() if "org/" in line]
+    assert [words[0] for words in shown] == ["org/js:fp32", "org/js:q4f16", "org/tiny", "org/vectors"]
+    assert shown[3][1] == "embedding"
 
     fails(capsys, "models", "--remove", "org/js:q9")
     assert (
         output_of(capsys, "models", "--remove", "org/js:FP32").splitlines()[0]
         == f"removed org/js:fp32, commit {hub.repos['org/js'].refs['main'][:10]}"
     )
-    assert [Path(model["path"]).is_dir() for model in listed] == [False, True, True]
+    assert [Path(model["path"]).is_dir() for model in listed] == [False, True, True, True]
     removed = json_of(capsys, "models", "--remove", "org/js", "--json")["removed"]
     assert [entry["variant"] for entry in removed] == ["q4f16"]
-    assert [path.name for path in (tmp_path / "hf" / "assets" / "edge-run" / "models").iterdir()] == ["org--tiny"]
+    kept = {path.name for path in (tmp_path / "hf" / "assets" / "edge-run" / "models").iterdir()}
+    assert kept == {"org--tiny", "org--vectors"}
 
 
 def test_export_downloads_its_checkpoint_from_the_hub(

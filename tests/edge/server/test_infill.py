@@ -145,20 +145,36 @@ def test_the_example_of_the_guide_and_ollamas_suffix(suggesting_app: Starlette) 
     assert post(suggesting_app, "/api/generate", asking)["response"] == "".join(SUGGESTION)
 
 
-def test_a_newer_request_of_a_document_ends_the_older(endless_infill: Served) -> None:
-    body = {"prompt": BEFORE, "suffix": AFTER, "document": "a.py", "ignore_eos": True, "max_tokens": -1}
+@pytest.mark.parametrize(
+    ("path", "fields", "limit", "document", "code"),
+    [
+        (
+            "/v1/completions",
+            {"prompt": BEFORE, "suffix": AFTER, "document": "a.py"},
+            "max_tokens",
+            "a.py",
+            "superseded",
+        ),
+        ("/infill", {"input_prefix": BEFORE, "input_suffix": AFTER, "id_slot": 0}, "n_predict", "id_slot 0", 409),
+    ],
+    ids=["document", "id_slot"],
+)
+def test_a_newer_request_of_a_document_ends_the_older(
+    endless_infill: Served, path: str, fields: dict[str, Any], limit: str, document: str, code: str | int
+) -> None:
+    body = {**fields, "ignore_eos": True, limit: -1}
     with (
         httpx.Client(base_url=endless_infill.base, timeout=PATIENCE_S, trust_env=False) as client,
-        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as older,
+        client.stream("POST", path, json={**body, "stream": True}) as older,
     ):
         lines = older.iter_lines()
         next(lines)
-        newer = client.post("/v1/completions", json={**body, "max_tokens": 2})
-        assert newer.json()["usage"]["completion_tokens"] == 2
+        newer = client.post(path, json={**body, limit: 2}).json()
+        assert newer.get("tokens_predicted", newer.get("usage", {}).get("completion_tokens")) == 2
         last = [line for line in lines if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert (error["code"], error["param"]) == ("superseded", "document")
-    assert "a newer request for the document 'a.py' has come" in error["message"]
+    assert (error["code"], error.get("param", "document")) == (code, "document")
+    assert f"a newer request for the document '{document}' has come" in error["message"]
 
 
 @pytest.fixture(scope="module")

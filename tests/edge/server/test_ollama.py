@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from starlette.applications import Starlette
 
 import edgerun
 import edgerun.server
+from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.generation_fields import keep_seconds
 from edgerun.models.hub.local_store import Store
 from support.hub_server import HubServer, files_of, own_hub
+from support.processes import EDGE_RUN, started
 from support.scripted_model import WEATHER, write_calling_bundle
-from support.serving import Served, asked, served
+from support.serving import PATIENCE_S, Served, asked, served, served_here
 
 QUESTION = {"role": "user", "content": "Weather in Paris and Rome?"}
 NAME = "bundle"
@@ -146,6 +149,12 @@ def test_null_is_the_default_and_num_predict_0_no_limit(server: Served) -> None:
     assert server.post("/api/generate", {"model": NAME, "prompt": "a", "suffix": "", "stream": False})["response"]
 
 
+@pytest.mark.parametrize("think", [True, False, "high", "medium", "low"])
+def test_what_ollama_takes_as_thinking_is_taken(server: Served, think: bool | str) -> None:
+    asking = {"model": NAME, "messages": [QUESTION], "think": think, "options": {"num_predict": 1}, "stream": False}
+    assert server.post("/api/chat", asking)["eval_count"] == 1
+
+
 @pytest.fixture
 def hub(tmp_path: Path, model: Path) -> Iterator[HubServer]:
     with own_hub(tmp_path) as hub:
@@ -175,6 +184,35 @@ def test_a_model_is_downloaded_listed_and_removed(hub: HubServer) -> None:
     assert "acme/tiny" not in ask("/api/tags", "GET").text
 
 
+def test_a_second_download_of_a_model_joins_the_first(hub: HubServer, model: Path) -> None:
+    # A name of a graph in `genai_config.json` is a file to download before the variant is known.
+    named = b'{"model": {"decoder": {"filename": "model.onnx"}}}'
+    files = files_of(model, "onnx/")
+    hub.repo("acme/tiny", {**files, "onnx/genai_config.json": named, "onnx/other.onnx": files["onnx/model.onnx"]})
+    hub.faults.stall["model.onnx.data"] = 1 << 20
+    pulling = {"model": "acme/tiny"}
+    with (
+        served_here(model, ServerSettings()) as server,
+        httpx.Client(base_url=server.base, timeout=PATIENCE_S) as http,
+        http.stream("POST", "/api/pull", json=pulling) as first,
+    ):
+        lines = map(json.loads, first.iter_lines())
+        assert any(line.get("completed", 0) > 1 << 19 for line in lines)
+        with http.stream("POST", "/api/pull", json=pulling) as second:
+            waiting = map(json.loads, second.iter_lines())
+            said = next(waiting)
+            assert (said["status"], 1 << 19 < said["completed"] < said["total"]) == ("pulling acme/tiny", True)
+            with started([*EDGE_RUN, "pull", "acme/tiny", "--json"], stdout=subprocess.PIPE) as command:
+                hub.faults.stall.clear()
+                hub.faults.go_on.set()
+                assert json.loads(command.communicate(PATIENCE_S)[0] or b"")["id"] == "acme/tiny"
+            for answered in (lines, waiting):
+                *_, complete, last = answered
+                assert last == {"status": "success"}
+                assert complete["completed"] == complete["total"] > 1 << 20
+    assert hub.bodies().count("onnx/model.onnx") == 1
+
+
 def test_downloads_that_fail_say_whose_fault_it_is(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     app = edgerun.server.app(cache=False)
 
@@ -201,6 +239,12 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a role": ("/api/chat", {"model": "", "messages": [{"role": "x", "content": ""}]}, "role is 'x'"),
     "a message": ("/api/chat", {"model": "", "messages": [3]}, "messages[0] is the integer 3; it must be an object"),
     "a format": ("/api/generate", {"model": "", "prompt": "a", "format": "xml"}, "format is 'xml'"),
+    "a thought": (
+        "/api/chat",
+        {"model": "", "think": "banana"},
+        "think is the string 'banana'; edge-run supports true",
+    ),
+    "much thought": ("/api/generate", {"model": "", "think": 1}, "think is the integer 1; it must be true or false"),
     "a suffix": (
         "/api/generate",
         {"model": "bundle", "prompt": "a", "suffix": "b"},

@@ -182,6 +182,17 @@ def test_a_model_is_loaded_with_progress_and_unloaded(folder: Path) -> None:
     assert "edgerun_models_loaded 0.0" in asked(app, "GET", "/metrics").text
 
 
+def test_lists_say_what_a_model_is_for(app: Starlette) -> None:
+    writes = ["completion", "tools"]
+    expected = {"bundle": writes, "vectors": ["embedding"], "pairs": ["rerank"], "plain": writes}
+    listed = asked(app, "GET", "/v1/models").json()["data"]
+    assert {each["id"]: each.get("capabilities", writes) for each in listed} == expected
+    assert [len(each) for each in listed] == [4, 5, 5, 4]  # those of language models are OpenAI's
+    assert asked(app, "GET", "/v1/models/pairs").json() == listed[2]
+    tags = asked(app, "GET", "/api/tags").json()["models"]
+    assert {each["name"]: each["capabilities"] for each in tags} == expected
+
+
 def test_ollamas_clients_see_and_unload_an_encoder(folder: Path) -> None:
     app = edgerun.server.app(folder / "vectors", threads=1)
     unloading = {"model": "vectors", "keep_alive": 0}

@@ -14,6 +14,7 @@ import pytest
 import edgerun
 from edgerun import BundleError, ContextError, EdgeError, Encoder, InputError
 from edgerun.runtime.encoders.encoder import load_either
+from edgerun.runtime.graph.encoder_graph import EncoderGraph
 from support.encoders import SIZE, WEIGHTS, encoder_tokenizer, states_of, write_encoder
 from support.hub_server import files_of, own_hub
 from support.tiny_models import write_json
@@ -61,6 +62,40 @@ def test_vectors_are_pooled_states(
         # A text's vector does not depend on what is embedded with it.
         np.testing.assert_array_equal(encoder.embed([own_ids(encoder, each) for each in TEXTS[::-1]]), found[::-1])
         assert encoder.embed([]).shape == (0, SIZE)
+
+
+QUANTIZED = """
+    eight, scale, point = DynamicQuantizeLinear(embedded)
+    rough = DequantizeLinear(eight, scale, point)
+    mixed = MatMul(rough, mix)
+"""
+
+
+@pytest.mark.parametrize("output", ["last_hidden_state", "sentence_embedding", "logits"])
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [({}, 4), ({"int64[batch,": "int64[1,"}, 12), ({"    mixed = MatMul(embedded, mix)\n": QUANTIZED}, 12)],
+    ids=["an open batch", "a batch of one", "activations quantized together"],
+)
+def test_texts_of_similar_length_share_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, changes: dict[str, str], passes: int
+) -> None:
+    texts = ["a" * count for count in (9, 30, 10, 8, 31, 50, 9, 49, 20, 8, 29, 10)]
+    one_pass, sizes = EncoderGraph._pass, list[int]()
+
+    def counted(graph: EncoderGraph, given: list[Any]) -> Any:
+        sizes.append(len(given))
+        return one_pass(graph, given)
+
+    with edgerun.load_encoder(write_encoder(tmp_path, output, changes=changes), threads=1) as encoder:
+
+        def results(given: list[str]) -> Any:
+            return encoder.score("bc", given).scores if output == "logits" else encoder.embed(given)
+
+        alone = np.concatenate([results([each]) for each in texts])
+        monkeypatch.setattr(EncoderGraph, "_pass", counted)
+        np.testing.assert_allclose(results(texts), alone, rtol=0, atol=1e-5)
+    assert (len(sizes), sum(sizes)) == (passes, len(texts))
 
 
 def test_scores_are_those_of_pairs(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ export function ModelsPage() {
 }
 
 function OwnModels() {
-  const models = useStore((state) => state.models);
+  const models = [...useStore((state) => state.models), ...useStore((state) => state.encoders)];
   const loaded = useStore((state) => state.loaded);
   const [removing, setRemoving] = useState(null);
   const [loading, setLoading] = useState({});
