@@ -7,13 +7,14 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
@@ -21,6 +22,11 @@ from support.processes import EDGE_RUN, started_until
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
+_CLIENT: Final[dict[str, Any]] = {
+    "timeout": PATIENCE_S,
+    "trust_env": False,
+    "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # a default one reads a file of trusted issuers, for each client
+}
 
 
 @dataclass
@@ -46,7 +52,7 @@ class RunningApp:
 
     def client(self) -> httpx.Client:
         """A client without a session."""
-        return httpx.Client(base_url=self.base, timeout=PATIENCE_S, trust_env=False)
+        return httpx.Client(base_url=self.base, **_CLIENT)
 
     @contextmanager
     def entered(self) -> Iterator[httpx.Client]:
@@ -129,7 +135,7 @@ class Window:
 @contextmanager
 def window(app: RunningApp, cookies: httpx.Cookies) -> Iterator[Window]:
     """Open a window, which listens when this returns."""
-    with httpx.Client(base_url=app.base, cookies=cookies, timeout=PATIENCE_S, trust_env=False) as client:
+    with httpx.Client(base_url=app.base, cookies=cookies, **_CLIENT) as client:
         seen = Window(client)
         ready = threading.Event()
         with client.stream("GET", "/api/events") as response:

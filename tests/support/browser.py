@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
@@ -23,6 +24,8 @@ _ARGUMENTS = (
     # Containers run as root and have a small /dev/shm.
     "--no-sandbox",
     "--disable-dev-shm-usage",
+    # Every frame of an animation is drawn by the processor.
+    "--force-prefers-reduced-motion",
     # Nothing reaches the network, also when a test fails: a request to another host is recorded and then fails.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
     # The pages of the address bar's suggestions cost each window more time than the page that is tested. The last list
@@ -44,14 +47,27 @@ def chromium_path() -> str:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Start a browser; a process has one at a time, with any number of pages."""
+    """Start a browser, which is used within blocks of `in_use`; a process has one, with any number of pages."""
     path = chromium_path()
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
+        asyncio._set_running_loop(None)
         try:
             yield chromium
         finally:
-            chromium.close()
+            with in_use(chromium):
+                chromium.close()
+                playwright.stop()
+
+
+@contextmanager
+def in_use(chromium: Browser) -> Iterator[Browser]:
+    """Let playwright's event loop count as running within the block; `asyncio.run` refuses to run while one does."""
+    asyncio._set_running_loop(chromium._loop)
+    try:
+        yield chromium
+    finally:
+        asyncio._set_running_loop(None)
 
 
 @dataclass
@@ -74,7 +90,7 @@ class BrowserPage:
 def browser_page(
     base_url: str,
     *,
-    within: Browser | None = None,
+    within: Browser,
     size: tuple[int, int] = (1280, 800),
     **options: Any,
 ) -> Iterator[BrowserPage]:
@@ -82,21 +98,21 @@ def browser_page(
 
     Args:
         base_url: the address to open; its origin is the only one that requests may go to.
-        within: the browser; None starts one.
+        within: the browser.
         size: width and height of the window, in CSS pixels.
         **options: those of playwright's `Browser.new_context`, such as `color_scheme="dark"`.
     """
-    with ExitStack() as closing:
-        chromium = within or closing.enter_context(browser())
-        width, height = size
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        closing.callback(context.close)
+    width, height = size
+    context = within.new_context(viewport={"width": width, "height": height}, **options)
+    try:
         context.set_default_timeout(PATIENCE_S * 1000)
         window = BrowserPage(context.new_page())
         _record(context, window, urlsplit(base_url))
         window.page.goto(base_url)
         yield window
         window.assert_quiet()
+    finally:
+        context.close()
 
 
 def _record(context: BrowserContext, window: BrowserPage, origin: Any) -> None:

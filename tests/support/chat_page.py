@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from playwright.sync_api import Browser, Locator, Page, StorageState, expect
+from playwright.sync_api import Browser, Locator, Page, StorageState, StorageStateCookie, expect
 
 from support.app_server import RunningApp, running_app
 from support.browser import browser_page
@@ -103,7 +103,7 @@ class OpenedApp:
 def opened(browser: Browser, home: Path, *arguments: str | Path) -> Iterator[OpenedApp]:
     """Run an app, and use its one-time token; arguments as for `running_app`."""
     with running_app(home, *arguments) as app:
-        with browser_page(app.url, within=browser) as window:
-            expect(window.page.get_by_role("textbox", name="Message", exact=True)).to_be_visible()
-            session = window.page.context.storage_state()
-        yield OpenedApp(app, browser, session)
+        with app.entered() as client:
+            ((name, value),) = client.cookies.items()
+        cookie: StorageStateCookie = {"name": name, "value": value, "domain": "127.0.0.1", "path": "/"}
+        yield OpenedApp(app, browser, {"cookies": [cookie]})

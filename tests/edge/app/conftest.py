@@ -47,12 +47,22 @@ def client(page: Window) -> httpx.Client:
     return page.client
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """A browser for the tests of a module; asyncio.run refuses to run while it is open."""
+@pytest.fixture(scope="session")
+def started_chromium() -> Iterator[Browser]:
+    """The browser of all tests of a process."""
+    pytest.importorskip("playwright", reason="needs playwright")
     from support.browser import browser
 
     with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def chromium(started_chromium: Browser) -> Iterator[Browser]:
+    """A browser for the tests of a module; asyncio.run refuses to run until its end."""
+    from support.browser import in_use
+
+    with in_use(started_chromium) as chromium:
         yield chromium
 
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,6 +18,9 @@ from edgerun.edge.app.start_at_login import change_login, login_files, login_sta
 from edgerun.errors import InputError
 from support.app_server import running_app
 from support.processes import started
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 PYTHON = '/a folder/100% "$HOME"\\python'
 
@@ -126,8 +130,7 @@ def test_the_page_asks_for_it(tiny_bundle: Path, home: Path) -> None:
     assert files_in(home) == set()
 
 
-def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home: Path) -> None:
-    pytest.importorskip("playwright", reason="needs playwright")
+def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home: Path, chromium: Browser) -> None:
     from playwright.sync_api import expect
 
     from support.browser import browser_page, look
@@ -135,7 +138,7 @@ def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home
     data = home.parent / "data"
     with (
         running_app(data, tiny_bundle, "--draft", "none", HOME=str(home), XDG_CONFIG_HOME="") as app,
-        browser_page(app.url) as window,
+        browser_page(app.url, within=chromium) as window,
     ):
         page = window.page
         page.get_by_role("link", name="Settings").click()
