@@ -18,7 +18,7 @@ from support.layouts import HYBRID_LAYOUTS, LAYOUTS, write_layout
 from support.tiny_models import HYBRID_FAMILIES, write_bundle
 
 PROMPT = "the and of the and of to in the and of the and of to in the and of"
-OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=60, speculation=Speculation.OFF)
+OPTIONS = GenerateOptions(raw=True, ignore_eos=True, max_tokens=40, speculation=Speculation.OFF)
 CONTEXT = 512
 EVERY_LAYOUT = {**LAYOUTS, **HYBRID_LAYOUTS}
 FOREIGN = ("genai-qwen3.5", "community-qwen3.5", "optimum", "stacked-genai", "joined")
@@ -88,7 +88,7 @@ def test_several_answers_equal_those_one_by_one(engine: edgerun.Engine) -> None:
 
 
 def test_a_saved_session_continues_with_the_same_text(load: partial[edgerun.Engine], tmp_path: Path) -> None:
-    path, long = tmp_path / "s.kv", {"max_tokens": 60, "ignore_eos": True, "speculation": Speculation.OFF}
+    path, long = tmp_path / "s.kv", {"max_tokens": 40, "ignore_eos": True, "speculation": Speculation.OFF}
     with load() as engine:
         with engine.session(system=PROMPT * 2) as chat:
             chat.send("in the", **long)
