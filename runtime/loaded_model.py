@@ -255,7 +255,7 @@ class LoadedModel:
         prompt_ids = prompt_ids if start is None else [*prompt_ids, *start.token_ids]
         sampling = options.sampling(self.defaults)
         check_prompt_fits(prompt_ids, self.context)
-        search = search_of(options, self.graph_io)
+        search = search_of(options, self.graph_io, self.tokenizer)
         options = options if search is None else replace(options, speculation=Speculation.OFF)
         self._open_graph().steering(options)
         made = Request(

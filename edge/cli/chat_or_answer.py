@@ -26,7 +26,7 @@ _ANSWER: Final = OptionsOf(
     without=(
         *("answer_start", "tools", "tool_choice", "parallel_tool_calls", "parse_answer"),
         *("template_variables", "overflow", "keep_prefix", "response_format"),
-        *("suffix", "suffix_first", "extra", "document"),
+        *("suffix", "suffix_first", "extra", "document", "extract"),
     ),
 )
 _LOAD: Final = OptionsOf(LoadOptions(), without=("learned", "parallel", "max_waiting"))
@@ -92,7 +92,8 @@ def _read_options(
         InputError: options do not go together, or a file cannot be read.
     """
     chosen, load = _RUN.record(given), _LOAD.record(given)
-    options = _ANSWER.record(given, response_format=_response_format(chosen))
+    source = None if chosen.extract is None else read_text(chosen.extract, "give a file with text")
+    options = _ANSWER.record(given, response_format=_response_format(chosen), extract=source)
     _check(chosen, options, chatting=chatting, as_json=as_json)
     system = None if options.system is None else unify_line_ends(options.system)
     document = "" if chosen.prefix is None else read_text(chosen.prefix, "give a file with text")
@@ -137,6 +138,7 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         "--json": as_json,
         "--json-stream": chosen.json_stream,
         "--until": chosen.until is not None,
+        "--extract": chosen.extract is not None,
     }
     for name, given in {**of_answers, "--n or --best-of": options.candidates > 1}.items():
         if given:

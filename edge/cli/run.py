@@ -58,6 +58,11 @@ class RunOptions:
     regex: str | None = option(None, "Let the whole answer match a regular expression.", metavar="PATTERN")
     grammar: Path | None = option(None, "Let the answer follow the Lark or GBNF grammar in FILE.", metavar="FILE")
     choice: list[str] | None = option(None, "Let the answer be this text; repeat it for other choices.", metavar="TEXT")
+    extract: Path | None = option(
+        None,
+        "Answer with the most probable passage of the text of FILE, which goes into the prompt before the question.",
+        metavar="FILE",
+    )
     until: str | None = option(
         None,
         "Sample until COMMAND succeeds (exit code 0) with the answer on its standard input, such as 'bash -n'; only "
@@ -101,6 +106,8 @@ def answer_prompt(
     text = read_standard_input().removesuffix("\n") if chosen.prompt is None else unify_line_ends(chosen.prompt)
     if not text and options.suffix is None:
         raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
+    if options.extract is not None:
+        text = f"{options.extract}\n\n{text}"
     started = time.perf_counter()
     progress = ProgressDisplay(transient=True)
     engine = open_model(model, load, progress=progress)

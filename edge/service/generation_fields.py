@@ -109,6 +109,12 @@ class SamplingFields(SamplerFields, kw_only=True):
     beam_groups: Annotated[int | None, option_meta("beam_groups", extension=True)] = None
     diversity_penalty: Annotated[float | None, option_meta("diversity_penalty", extension=True)] = None
     length_penalty: Annotated[float | None, option_meta("length_penalty", extension=True)] = None
+    best_first: Annotated[bool | None, option_meta("best_first", extension=True)] = None
+    extract: Annotated[str | None, option_meta("extract", extension=True)] = None
+    cntp: Annotated[bool | None, option_meta("cntp", extension=True)] = None
+    adadec: Annotated[bool | None, option_meta("adadec", extension=True)] = None
+    trials: Annotated[int | None, option_meta("trials", extension=True)] = None
+    entropy: Annotated[float | None, option_meta("entropy", extension=True)] = None
     vote: Annotated[bool | None, option_meta("vote", extension=True)] = None
     repetition_penalty: Annotated[
         float | None, about("Extension. Another name of repeat_penalty, which other servers use.")

@@ -46,6 +46,12 @@ class GenerateKeywords(TypedDict, total=False):
     beam_groups: int
     diversity_penalty: float
     length_penalty: float
+    best_first: bool
+    extract: str | None
+    cntp: bool
+    adadec: bool
+    trials: int
+    entropy: float
     vote: bool
     vote_by: str | None
     max_tokens: int | None

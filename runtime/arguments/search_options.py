@@ -49,6 +49,24 @@ class SearchOptions(OptionRecord):
         range=f"between -{_MOST_LENGTH_PENALTY:g} and {_MOST_LENGTH_PENALTY:g}",
         metavar="X",
     )
+    best_first: bool = option(
+        False,
+        "Search a list of choices for the most probable ones exactly; n of them are returned, the best one first.",
+    )
+    extract: str | None = option(
+        None, "A document in which to search for the most probable answers exactly: runs of its tokens.", metavar="TEXT"
+    )
+    cntp: bool = option(
+        False,
+        "Where the model is uncertain, sample several trials up to a punctuation mark, and go on with the likeliest.",
+    )
+    adadec: bool = option(
+        False, "Where the model is uncertain, rank its likeliest tokens by looking some tokens ahead."
+    )
+    trials: int = option(4, "Number of trials of cntp and adadec.", least=2, most=_MOST_BEAMS, metavar="N")
+    entropy: float = option(
+        1.0, "Entropy in nats above which the model is uncertain, for cntp and adadec.", least=0, metavar="NATS"
+    )
     vote: bool = option(
         False,
         "Let the answers of best_of vote: those with the same text form a group, weighted with the sum of their "

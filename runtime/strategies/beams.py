@@ -22,6 +22,7 @@ from .search import Continuation, RankingSearch, SearchRun
 
 if TYPE_CHECKING:
     from ..options import GenerateOptions
+    from ..text.tokenizer import TextTokenizer
 
 
 class Beam(NamedTuple):
@@ -126,7 +127,7 @@ class BeamSearch(RankingSearch):
             taken.update(group.chosen)
 
 
-def search(options: GenerateOptions) -> BeamSearch:
+def search(options: GenerateOptions, _: TextTokenizer) -> BeamSearch:
     """The search that options ask for.
 
     Raises:
@@ -137,6 +138,4 @@ def search(options: GenerateOptions) -> BeamSearch:
         raise InputError(f"n is {options.n} and num_beams is {beams}", "at most as many answers as beams are found")
     if beams % groups:
         raise InputError(f"num_beams is {beams} and beam_groups is {groups}", "groups must have equally many beams")
-    if options.temperature:
-        raise InputError("num_beams and a temperature are both given", "beams are not sampled: leave one of them out")
     return BeamSearch(options.n, beams, groups, options.diversity_penalty, options.length_penalty)

@@ -120,12 +120,15 @@ class RankingSearch(Search):
         wanted: number of answers to find.
 
     Attributes:
+        own_probabilities: whether it compares the model's own probabilities, which no option changes.
         found: the answers that were found and not given yet, the best first.
     """
 
+    own_probabilities = False
+
     def __init__(self, wanted: int) -> None:
         self.found: list[Continuation] = []
-        self._wanted: Final = wanted
+        self.wanted: Final = wanted
 
     @abstractmethod
     def best(self, run: SearchRun) -> list[Continuation]:
@@ -138,8 +141,8 @@ class RankingSearch(Search):
             InputError: there are fewer answers than wanted.
         """
         self.found = self.best(run)
-        if len(self.found) < self._wanted:
-            raise InputError(f"n is {self._wanted}, and {len(self.found)} answers are possible", "give a smaller n")
+        if len(self.found) < self.wanted:
+            raise InputError(f"n is {self.wanted}, and {len(self.found)} answers are possible", "give a smaller n")
         yield self.found.pop(0).step(run.forest.passes)
 
 

@@ -9,16 +9,31 @@ from typing import Final
 from ...errors import InputError
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
-from . import beams
+from ..text.tokenizer import TextTokenizer
+from . import adadec, beams, best_first, cntp
 from .search import RankingSearch, Search
 
-SEARCHES: Final[Mapping[str, Callable[[GenerateOptions], Search]]] = {"num_beams": beams.search}
+SEARCHES: Final[Mapping[str, Callable[[GenerateOptions, TextTokenizer], Search]]] = {
+    "num_beams": beams.search,
+    "best_first": best_first.search,
+    "extract": best_first.search,
+    "cntp": cntp.search,
+    "adadec": adadec.search,
+}
 """What makes the search, for each option that asks for one."""
-
 _CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling")
+_ADJUSTING: Final = (
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "strategies",
+    "ignore_eos",
+)
+"""Options without effect where the model's own probabilities of whole answers are compared."""
 
 
-def search_of(options: GenerateOptions, graph_io: GraphIO) -> Search | None:
+def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokenizer) -> Search | None:
     """The search that options ask for; None for none.
 
     Raises:
@@ -31,12 +46,13 @@ def search_of(options: GenerateOptions, graph_io: GraphIO) -> Search | None:
     wanted = [name for name in SEARCHES if getattr(options, name) != defaults[name]]
     if not wanted:
         return None
-    if others := [name for name in (*wanted[1:], *_CONTRADICTING) if getattr(options, name) != defaults[name]]:
+    search = SEARCHES[wanted[0]](options, tokenizer)
+    names = [*wanted[1:], *_CONTRADICTING]
+    if isinstance(search, RankingSearch):
+        names += ["temperature", "best_of", *(_ADJUSTING if search.own_probabilities else ())]
+    if others := [name for name in names if getattr(options, name) and getattr(options, name) != defaults[name]]:
         raise InputError(f"{wanted[0]} and {others[0]} are both given", "leave one of them out")
     if not graph_io.supports_trees or graph_io.states or graph_io.window_biases:
         what = f"{wanted[0]} is given, and the graph takes no tree mask, or has recurrent states or windows"
         raise InputError(what, "leave it out, or choose a model that can run several continuations in one pass")
-    search: Search = SEARCHES[wanted[0]](options)
-    if isinstance(search, RankingSearch) and options.best_of is not None:
-        raise InputError(f"{wanted[0]} and best_of are both given", "n says how many of its answers are returned")
     return search

@@ -13,6 +13,8 @@ from ..sampling.token_mask import DeadEndError, TokenMask
 from .matcher import Matcher
 
 _Path = tuple[int, ...]
+_MOST_MASKS = 256
+"""Largest number of masks that are kept; each takes a byte for every token of the vocabulary."""
 
 
 @dataclass(eq=False)
@@ -62,6 +64,8 @@ class GrammarState:
         whole = (*self._observed, *path)
         with self._lock:
             if whole not in self._masks:
+                if len(self._masks) >= _MOST_MASKS:  # a search asks for those of many paths
+                    self._masks.clear()
                 self._masks[whole] = self._mask(whole)
             return self._masks[whole]
 

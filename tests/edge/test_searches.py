@@ -101,3 +101,49 @@ def test_sampling_until_a_command_accepts(capsys: Capture, tiny_bundle: Path, tm
     assert "add -t" in fails(capsys, tiny_bundle, "-p", PROMPT, "-t", 0, "--until", command)
     assert "no --n" in fails(capsys, *arguments, "--n", 2)
     assert "until" in refused(base, until="true")
+
+
+def test_the_best_passages_of_a_document(capsys: Capture, tiny_bundle: Path, tmp_path: Path, base: str) -> None:
+    document = "on the other thing, the sea and the sand. that was then"
+    (tmp_path / "notes.txt").write_text(document, encoding="utf-8")
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        read = engine.generate(f"{document}\n\n{PROMPT}", raw=True, extract=document, n=2)
+        plain = engine.generate(PROMPT, raw=True, max_tokens=8, extract=document, n=2)
+    arguments = (tiny_bundle, "-p", PROMPT, "--raw", "--extract", tmp_path / "notes.txt")
+    found = json_of(capsys, *arguments, "--n", 2, "--json")
+    assert [each["text"] for each in found["choices"]] == [each.text for each in read.choices]
+    assert read.text in document
+    assert completed(base, extract=document, n=2) == [each.text for each in plain.choices]
+    assert "extract and temperature" in refused(base, extract=document, temperature=1)
+    assert "cannot be read" in fails(capsys, tiny_bundle, "-p", PROMPT, "--extract", tmp_path / "none.txt")
+
+
+def test_the_best_of_a_list_of_choices(capsys: Capture, tiny_bundle: Path, base: str) -> None:
+    choices = ["the sea", "then", "on that"]
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        listed = edgerun.ResponseFormat.choice(choices)
+        expected = [
+            each.text
+            for each in engine.generate(PROMPT, raw=True, response_format=listed, best_first=True, n=3).choices
+        ]
+    assert sorted(expected) == sorted(choices)
+    given = [part for choice in choices for part in ("--choice", choice)]
+    found = json_of(capsys, tiny_bundle, "-p", PROMPT, "--raw", *given, "--best-first", "--n", 3, "--json")
+    assert [each["text"] for each in found["choices"]] == expected
+    assert completed(base, guided_choice=choices, best_first=True, n=3) == expected
+    assert "searches a list of choices" in refused(base, best_first=True)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cntp": True, "temperature": 1.2, "seed": 3}, {"adadec": True, "temperature": 0.0}]
+)
+def test_trials(capsys: Capture, tiny_bundle: Path, base: str, fields: dict[str, object]) -> None:
+    fields = fields | {"trials": 3, "entropy": 0.5}
+    with edgerun.load(tiny_bundle, threads=1) as engine:
+        expected = engine.generate(PROMPT, raw=True, max_tokens=8, **fields).text
+    flags = [
+        each for name, value in fields.items() for each in ([f"--{name}"] if value is True else [f"--{name}", value])
+    ]
+    assert json_of(capsys, tiny_bundle, "-p", PROMPT, "--raw", "-n", 8, *flags, "--json")["text"] == expected
+    assert completed(base, **fields) == [expected]
+    assert "trials" in refused(base, **fields | {"trials": 1})

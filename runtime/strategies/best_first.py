@@ -1,0 +1,134 @@
+"""Best-first search: exactly the most probable answers of those that a document or a list of texts has.
+
+What is open is a priority queue of beginnings. A log-probability never rises when a text goes on, so a whole answer at
+the head of the queue is more probable than all that is left. The tokens are the model's own distribution's: penalties
+and biases do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from ...errors import ContextError, InputError
+from ..decode import FinishReason
+from ..sampling.logit_stage import Logits
+from ..sampling.logprobs import PositionLogprobs
+from ..structure.response_format import FormatKind
+from .search import Continuation, RankingSearch, SearchRun, log_probabilities
+
+if TYPE_CHECKING:
+    from ..options import GenerateOptions
+    from ..text.tokenizer import TextTokenizer
+
+_WIDTH: Final = 8
+"""Most beginnings that a pass continues: the best ones, up to the first whole answer."""
+Places: TypeAlias = Sequence[int]
+"""Indices of the tokens that may follow a beginning, which may occur in several places."""
+
+
+class Beginning(NamedTuple):
+    """A beginning of an answer, or a whole one, in the order of the queue."""
+
+    negative: float
+    """Negative log-probability of its tokens."""
+    number: int
+    path: Continuation = Continuation()
+    node: int = 0
+    """The node of the forest before its last token."""
+    places: Places = ()
+
+
+class BestFirst(RankingSearch):
+    """Finds the `wanted` most probable answers, their end included, among runs of tokens.
+
+    Args:
+        wanted: number of answers to find.
+        tokens: the tokens of all texts; -1 after each text.
+        starts: the places after each token that an answer may begin with.
+        anywhere: whether an answer may end after each of its tokens; otherwise where its text ends.
+    """
+
+    own_probabilities = True
+
+    def __init__(self, wanted: int, tokens: Sequence[int], starts: Mapping[int, Places], *, anywhere: bool) -> None:
+        super().__init__(wanted)
+        self._tokens: Final = tokens
+        self._starts: Final = starts
+        self._anywhere: Final = anywhere
+        self._queue: Final[list[Beginning]] = []
+        self._numbers: Final = count()
+
+    def best(self, run: SearchRun) -> list[Continuation]:
+        """Search: each pass continues the most probable beginnings.
+
+        Raises:
+            ContextError: the context has no room for further ones.
+        """
+        found: list[Continuation] = []
+        queue, forest = self._queue, run.forest
+        self._push(run, Beginning(0.0, 0), 0, run.logits, self._starts)
+        while queue and len(found) < self.wanted:
+            opened: list[Beginning] = []
+            while queue and len(opened) < _WIDTH and queue[0].path.finish is None:
+                opened.append(heappop(queue))
+            if not opened:
+                found.append(heappop(queue).path)
+                continue
+            first = forest.size
+            if forest.room < len(opened):
+                raise ContextError(f"the search fills the context with {first} tokens", "give a longer --context")
+            rows = forest.extend([each.node for each in opened], [each.path.tokens[-1] for each in opened])
+            for node, (beginning, row) in enumerate(zip(opened, rows, strict=True), first):
+                following: defaultdict[int, list[int]] = defaultdict(list)
+                for place in beginning.places:
+                    following[self._tokens[place]].append(place + 1)
+                self._push(run, beginning, node, row, following)
+        return found
+
+    def _push(
+        self, run: SearchRun, beginning: Beginning, node: int, logits: Logits, following: Mapping[int, Places]
+    ) -> None:
+        """Push what follows a beginning whose last token is a node; `logits` float32 `[V]` are those after it."""
+        logprobs, path, eos = log_probabilities(logits), beginning.path, run.limits.eos
+        top = () if run.log_softmax is None else run.log_softmax.at(logits, 0).top
+        longer = {token: places for token, places in following.items() if token >= 0}
+        if len(path.tokens) + 1 >= run.most_tokens:
+            longer = {}
+        if eos and path.tokens and (self._anywhere or -1 in following):
+            longer[max(eos, key=lambda token: float(logprobs[token]))] = ()
+        for token, places in longer.items():
+            logprob = float(logprobs[token])
+            listed = () if run.log_softmax is None else (PositionLogprobs(token, logprob, top),)
+            finish = None if places else FinishReason.STOP
+            whole = Continuation((*path.tokens, token), finish, logprobs=(*path.logprobs, *listed))
+            heappush(self._queue, Beginning(beginning.negative - logprob, next(self._numbers), whole, node, places))
+
+
+def search(options: GenerateOptions, tokenizer: TextTokenizer) -> BestFirst:
+    """The search that options ask for.
+
+    Raises:
+        InputError: they do not go together, or the document is empty.
+    """
+    wanted, given = options.response_format, options.extract
+    lists = wanted is not None and wanted.kind is FormatKind.CHOICE and not wanted.after
+    if (given is None) != lists or (given is not None and wanted is not None):
+        raise InputError("best_first searches a list of choices, and extract a document", "give one of them")
+    starts: defaultdict[int, list[int]] = defaultdict(list)
+    tokens: list[int] = []
+    choices: list[str] = json.loads(wanted.text) if wanted is not None else []
+    for text in choices if given is None else [given]:
+        first, encoded = len(tokens), tokenizer.encode_plain(text)
+        tokens += [*encoded, -1]
+        for place, token in enumerate(encoded if given is not None else encoded[:1], first + 1):
+            # A word in the middle of a text often has the space before it in its token; an answer begins without.
+            alone = tokenizer.encode_plain(tokenizer.decode([token]).lstrip()) if given is not None else []
+            starts[alone[0] if len(alone) == 1 else token].append(place)
+    if not starts:
+        raise InputError("the document to extract from is empty", "give one with text")
+    return BestFirst(options.n, tokens, starts, anywhere=given is not None)
