@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -16,8 +15,8 @@ from starlette.routing import Route
 
 from ...errors import ContextError
 from ...runtime.options import GenerateOptions
-from ..conversations.answering import fit_context, takes_calls
-from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage
+from ..conversations.answering import fit_context, takes_calls, without_long_files
+from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage, safe_file_name
 from ..documents.retrieval import document_paths
 from ..server.json_endpoint import JsonRoute
 from ..service.request_error import RequestError, invalid
@@ -29,8 +28,6 @@ from .generations import Generations, writing_error
 _MAX_VARIANTS: Final = 8
 """Largest number of answers that one request asks for."""
 _IMPORT_CHARACTERS: Final = 64_000_000
-_UNSAFE: Final = re.compile(r"[^\w .,()-]+")
-"""What file names of exports do not have."""
 
 
 class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -186,6 +183,7 @@ class _ConversationEndpoints:
             options = offered.changed(conversation.sampling)
             if engine.template is None:
                 return {**unknown, "context": engine.context}
+            branch, _ = without_long_files(engine, conversation.system, branch, options)
             try:
                 fit = fit_context(engine, conversation.system, branch, options)
             except ContextError as error:
@@ -341,7 +339,7 @@ class _ConversationEndpoints:
 
 def _file(name: str, text: str, kind: str) -> Response:
     """A response that the browser saves as a file."""
-    safe = _UNSAFE.sub("_", name)[-120:].strip(" .") or "export"
+    safe = safe_file_name(name, "export")
     plain = safe.encode("ascii", "replace").decode().replace("?", "_")
     disposition = f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(safe)}"
     return Response(text, HTTPStatus.OK, {"content-disposition": disposition}, kind)

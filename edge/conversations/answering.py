@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from ...errors import ContextError
@@ -18,9 +19,9 @@ from ...runtime.prefill import INT8_GRAPH
 from ...runtime.result import Chunk, Stats
 from ...runtime.scheduling.request_run import Cancellation
 from ...runtime.text.messages import ChatPrompt
-from ..documents.retrieval import find_passages
+from ..documents.retrieval import CHARACTERS_PER_TOKEN, attached_file, find_passages
 from ..service.token_objects import token_object
-from .records import CallRound, MessageState, Role, StoredMessage, message_text, split_reasoning
+from .records import Attachment, CallRound, MessageState, Role, StoredMessage, message_text, split_reasoning
 from .store import ConversationStore
 
 CHECKPOINT_S: Final = 1.0
@@ -212,7 +213,8 @@ def read_with_passages(
 ) -> tuple[list[StoredMessage], bool]:
     """The messages up to the one that answers are written to, with the passages that these are given to read.
 
-    Passages that an answer has stay; others are found in the documents of the conversation, and kept with it.
+    Passages that an answer has stay; others are found in the documents of the conversation and in the files that
+    `without_long_files` takes out, and kept with it.
 
     Returns:
         The messages, and whether nothing was found in the documents.
@@ -221,27 +223,50 @@ def read_with_passages(
         EdgeError: as for `find_passages`; or the file of conversations cannot be written.
     """
     first = store.message(answers[0].id)
-    conversation, (*before, question) = store.conversation(first.conversation), store.branch(first.parent or "")
-    paths, passages = conversation.documents, first.passages
+    conversation = store.conversation(first.conversation)
+    branch, files = without_long_files(engine, conversation.system, store.branch(first.parent or ""), options)
+    *before, question = branch
+    passages = first.passages
+    paths: dict[str | Path, None] = dict.fromkeys(conversation.documents)
+    paths |= dict.fromkeys(attached_file(each.name, each.text) for each in files)
     if paths and not passages:
         all_tokens, own_tokens = (
-            len(_chat_prompt(engine, conversation.system, messages, options).ids)
-            for messages in ([*before, question], [question])
+            len(_chat_prompt(engine, conversation.system, messages, options).ids) for messages in (branch, [question])
         )
         overflow = options.overflow or engine.overflow or Overflow.TRIM
         passages = find_passages(
             engine,
-            paths,
+            list(paths),
             question.content,
             options.changed({"system": conversation.system or None, "overflow": overflow}),
             progress,
             lambda: cancellation.cancelled,
+            asked=message_text(question),
             earlier=all_tokens - own_tokens,
             embedding_model=embedding_model,
         )
     for each in answers if passages != first.passages else ():
         store.set_passages(each.id, passages)
     return [*before, replace(question, passages=passages)], bool(paths) and not passages
+
+
+def without_long_files(
+    engine: Engine, system: str, messages: Sequence[StoredMessage], options: GenerateOptions
+) -> tuple[list[StoredMessage], list[Attachment]]:
+    """Take the files out of messages that do not fit the context with them, not even alone.
+
+    Raises:
+        TemplateError: the model has no chat template, or it failed.
+    """
+    most = CHARACTERS_PER_TOKEN * engine.context
+
+    def is_long(message: StoredMessage) -> bool:
+        is_over = len(message_text(message)) > most
+        return is_over or len(_chat_prompt(engine, system, [message], options).ids) >= engine.context
+
+    long = {message.id: message.attachments for message in messages if message.attachments and is_long(message)}
+    kept = [replace(each, attachments=()) if each.id in long else each for each in messages]
+    return kept, [file for files in long.values() for file in files]
 
 
 def _chat_prompt(

@@ -49,6 +49,7 @@ MAX_TOOLS: Final = 128
 _TITLE_LENGTH: Final = 60
 NO_PASSAGE: Final = "no passage of the documents fits the question"
 _BEFORE: Final = "Answer from these passages of documents where they help, and name those that you use by number.\n\n"
+_UNSAFE: Final = re.compile(r"[^\w .,()-]+")
 _MARKS: Final = "#>*-_` \t"
 """What Markdown begins lines with, and titles do not."""
 
@@ -341,6 +342,11 @@ def title_of(text: str) -> str:
         return line
     cut = line[: _TITLE_LENGTH + 1].rpartition(" ")[0] or line[:_TITLE_LENGTH]
     return cut.rstrip(" ,;:.-") + "…"
+
+
+def safe_file_name(name: str, default: str) -> str:
+    """A file name of letters, digits and a few other characters, from a name that may be any text."""
+    return _UNSAFE.sub("_", name)[-120:].strip(" .") or default
 
 
 def fenced(text: str, language: str = "") -> str:

@@ -73,6 +73,9 @@ _COMPARED: Final = 4_096
 """Vectors that are in memory at a time."""
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _BUSY_S: Final = 30.0
+_KEPT_S: Final = 30 * 86_400
+_KEPT: Final = re.compile(r"[0-9a-f]{32}(-[0-9]+\.sqlite3)?")
+"""Names of the folders of attached files, and of indexes; nothing else is ever removed."""
 _SETTLED_NS: Final = 2_000_000_000
 """A file that changed less long ago may change again without another time or size, so it is read again next time."""
 _UNSPACED: Final = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -112,6 +115,8 @@ class DocumentIndex(AbstractContextManager["DocumentIndex"]):
         make_private_folder(self.path.parent)
         with locked(self.path.with_suffix(".lock"), _BUSY_S):
             make_private_file(self.path)
+            os.utime(self.path)
+            _remove_unused(self.path.parent)
             self._database: Final = sqlite3.connect(
                 self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -302,13 +307,26 @@ def with_index(root: Path, work: Callable[[DocumentIndex], _Result]) -> _Result:
         except sqlite3.DatabaseError as error:
             if (getattr(error, "sqlite_errorcode", 0) & 0xFF) not in _DAMAGED:
                 raise
-            for end in ("-wal", "-shm", ""):
-                remove(path.with_name(path.name + end))
+            _remove(path)
             with DocumentIndex(root) as index:
                 return work(index)
     except (sqlite3.Error, OSError) as error:
         what = f"the index {path} of {root} failed: {error}"
         raise EdgeError(what, "name another folder for indexes with EDGERUN_CACHE") from error
+
+
+def _remove(path: Path) -> None:
+    """Remove an index, or the folder of an attached file."""
+    for end in ("-wal", "-shm", ""):
+        remove(path.with_name(path.name + end))
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove indexes and attached files that nobody has used for long: they have the texts of documents."""
+    for path in folder.iterdir():
+        with suppress(OSError):  # removed meanwhile, or in use
+            if _KEPT.fullmatch(path.name) and path.stat().st_mtime < time.time() - _KEPT_S:
+                _remove(path)
 
 
 def match_query(question: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,18 +11,21 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import EdgeError, InputError
+from ...models.atomic import write_atomically
 from ...models.bundle import unchecked_bundle
 from ...models.find import find_model
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
+from ...models.regular_file import os_errors_as
+from ...models.user_folders import cache_folder, make_private_folder
 from ...runtime.encoders.encoder import Encoder, load_encoder
 from ...runtime.engine import Engine
 from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve
 from ...runtime.prefill import never
-from ..conversations.records import Passage, passage_entries, with_passages
+from ..conversations.records import Passage, passage_entries, safe_file_name, with_passages
 from ..service.offered_models import OfferedModels
 from .document_index import DocumentIndex, with_index
 
@@ -29,9 +33,11 @@ MAX_PASSAGES: Final = 8
 """Most passages, or whole documents, of a prompt."""
 NO_MODEL: Final = "none"
 """Name of the embedding model where there is to be none."""
-_CHARACTERS_PER_TOKEN: Final = 8
+CHARACTERS_PER_TOKEN: Final = 8
 """More than tokens have in any language: longer documents are not tokenized in order to find out whether they fit."""
 _RANK_OFFSET: Final = 60
+_NAME: Final = 40
+"""Most characters of the name of an attached file, which may have four bytes each."""
 _NOTHING: Final = Passage("", 1, "")
 
 
@@ -43,6 +49,7 @@ def find_passages(
     progress: Progress = silent,
     cancelled: Callable[[], bool] = never,
     *,
+    asked: str = "",
     earlier: int = 0,
     embedding_model: str | None = None,
 ) -> tuple[Passage, ...]:
@@ -61,6 +68,7 @@ def find_passages(
         options: options of the answer, whose system message and tools take room too.
         progress: receives the progress of reading.
         cancelled: returns whether to stop.
+        asked: the message with the question, if that is more.
         earlier: number of tokens of the conversation before the question.
         embedding_model: as for `passage_encoder`.
 
@@ -73,14 +81,14 @@ def find_passages(
     """
     if not paths:
         return ()
-    taken = engine.count_tokens(with_passages(question, [_NOTHING]), options)
+    taken = engine.count_tokens(with_passages(asked or question, [_NOTHING]), options)
     free = engine.context - answer_reserve(engine.context, options.max_tokens) - taken
     stays = (options.overflow or engine.overflow or Overflow.ERROR) == Overflow.ERROR
     room = free - earlier if stays else max(free - earlier, free // 2)
 
     def found(index: DocumentIndex) -> tuple[list[Passage], list[Passage] | None]:
         index.update(progress, cancelled)
-        whole = index.whole(max(room, 0) * _CHARACTERS_PER_TOKEN, MAX_PASSAGES)
+        whole = index.whole(max(room, 0) * CHARACTERS_PER_TOKEN, MAX_PASSAGES)
         return index.search(question, 2 * MAX_PASSAGES), whole
 
     rankings: list[list[Passage]] = []
@@ -125,6 +133,24 @@ def passage_encoder(wanted: str | None) -> Encoder | None:
 @lru_cache(1)
 def _loaded(path: Path) -> Encoder:
     return load_encoder(path)
+
+
+def attached_file(name: str, text: str) -> Path:
+    """A file in the cache folder with the text of an attached one, so that it has an index.
+
+    Raises:
+        EdgeError: it cannot be written.
+    """
+    data, documents = text.encode(), cache_folder() / "documents"
+    folder = documents / hashlib.sha256(data).hexdigest()[:32]
+    path = folder / safe_file_name(name, "file")[-_NAME:]
+    with os_errors_as(EdgeError, f"{path} cannot be written", "name another folder for indexes with EDGERUN_CACHE"):
+        make_private_folder(documents)
+        make_private_folder(folder)
+        os.utime(folder)
+        if not path.exists():
+            write_atomically(path, data, private=True)
+    return path
 
 
 def document_paths(given: Sequence[str | Path]) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ export const strings = {
     drop: "Drop text files to attach them",
     hintCtrlEnter: "Ctrl+Enter sends",
     hintEnter: "Enter sends, Shift+Enter begins a line",
+    inPassages: "too long: what fits the question is read",
     label: "Write a message",
     notText: (name) => `${name} is not a text file in UTF-8, so it cannot be attached`,
     placeholder: "Write a message",

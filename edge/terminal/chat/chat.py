@@ -24,6 +24,7 @@ from ...conversations.answering import (
     read_with_passages,
     stats_object,
     takes_calls,
+    without_long_files,
 )
 from ...conversations.records import (
     NO_PASSAGE,
@@ -237,9 +238,10 @@ class Chat:
 
     def count_tokens(self) -> None:
         """Count the tokens of the conversation for the line below the prompt."""
-        branch, engine = self.conversation.branch(), self.model.engine
-        messages = model_messages(self.conversation.fields.system, branch, calls=takes_calls(engine))
+        branch, engine, system = self.conversation.branch(), self.model.engine, self.conversation.fields.system
         try:
+            shown, _ = without_long_files(engine, system, branch, self.options())
+            messages = model_messages(system, shown, calls=takes_calls(engine))
             self._used_tokens = len(engine.encode_chat(messages)) if branch else 0
         except EdgeError:  # what is wrong is said when it is answered
             self._used_tokens = None

@@ -241,9 +241,11 @@ class MessageCommands:
         text = read_text(path, "attach a file with some text")
         tokens = len(chat.model.engine.tokenizer.encode(text, add_special_tokens=False))
         chat.attachments.append(Attachment(path.name, text))
-        chat.note(
-            f"{path.name}: {tokens} tokens, of a context of {chat.model.engine.context}; goes with the next message"
+        context = chat.model.engine.context
+        goes = (
+            "passages of it that fit the next message go with it" if tokens >= context else "goes with the next message"
         )
+        chat.note(f"{path.name}: {tokens} tokens, of a context of {context}; {goes}")
 
     @command("/documents", "[PATH]", takes_path=True)
     def _documents(self, argument: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.edge.conversations.answering import fit_context, read_with_passages
+from edgerun.edge.conversations.answering import fit_context, read_with_passages, without_long_files
 from edgerun.edge.conversations.records import (
+    Attachment,
     MessageState,
     Passage,
     Role,
@@ -22,7 +26,8 @@ from edgerun.edge.conversations.records import (
     with_passages,
 )
 from edgerun.edge.conversations.store import ConversationStore
-from edgerun.edge.documents.retrieval import MAX_PASSAGES, find_passages, fitting, fused
+from edgerun.edge.documents.document_index import DocumentIndex, index_path, with_index
+from edgerun.edge.documents.retrieval import MAX_PASSAGES, attached_file, find_passages, fitting, fused
 from edgerun.models.progress import silent
 from edgerun.runtime.scheduling.request_run import Cancellation
 from support.commands import Capture, fails, json_of
@@ -138,6 +143,63 @@ def test_passages_take_what_a_conversation_leaves_or_half(
     assert not none
     assert ANSWER in messages[-1].passages[0].text
     assert (len(messages), len(fit.trimmed)) == (3, trimmed)
+
+
+def test_files_of_messages_that_do_not_fit_are_documents(engine: Engine) -> None:
+    """Also those that do not fit together; others stay, and so does a message that is too long by itself."""
+
+    def asked(name: str, *texts: str) -> StoredMessage:
+        return StoredMessage(name, "c", None, Role.USER, "What?", tuple(Attachment(name, text) for text in texts))
+
+    short, long, several = asked("a", "to " * 900), asked("b", "to " * 9_000), asked("c", *["to " * 900] * 3)
+    typed = StoredMessage("d", "c", None, Role.USER, "to " * 9_000)
+    kept, files = without_long_files(engine, "", [short, long, several, typed], GenerateOptions())
+    assert [len(each.attachments) for each in kept] == [1, 0, 0, 0]
+    assert (files, kept[3]) == ([*long.attachments, *several.attachments], typed)
+
+
+@pytest.mark.parametrize("name", ["../../x.txt", "/etc/passwd", "a\0b", "", "..", "Größe 1.csv", "漢" * 300])
+def test_attached_files_lie_in_the_cache_folder_whatever_their_names(tmp_path: Path, name: str) -> None:
+    path = attached_file(name, "text")
+    assert path.parent.parent == tmp_path / "cache" / "documents"
+    assert path.read_text(encoding="utf-8") == "text"
+    assert attached_file(name, "text") == path != attached_file(name, "other")
+    if sys.platform != "win32":
+        assert [stat.S_IMODE(each.stat().st_mode) for each in (path, *path.parents[:2])] == [0o600, 0o700, 0o700]
+
+
+def test_what_nobody_has_used_for_a_month_is_removed(folder: Path, tmp_path: Path) -> None:
+    used, unused = attached_file("a.txt", "one"), attached_file("b.txt", "two")
+    for path in (folder, used, unused):
+        with_index(path, DocumentIndex.update)
+    others = unused.parent.parent / "holiday"
+    others.mkdir()
+    for path in (index_path(unused)[1], unused.parent, index_path(used)[1], used.parent, others):
+        os.utime(path, (time.time() - 31 * 86_400,) * 2)
+    assert attached_file("a.txt", "one") == used
+    with_index(used, DocumentIndex.update)
+    assert (used.exists(), unused.exists(), others.exists()) == (True, False, True)
+    indexes = {path.name for path in (tmp_path / "cache" / "documents").glob("*.sqlite3*")}
+    assert indexes == {index_path(each)[1].name for each in (folder, used)}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a terminal")
+def test_the_chat_reads_a_long_file_in_passages(long_bundle: Path, tmp_path: Path) -> None:
+    lines = ["A report about the market and the harbour."] * 1_000
+    (tmp_path / "report.txt").write_text("\n".join([*lines, ANSWER, *lines]), encoding="utf-8")
+    program, option, code = EDGE_RUN
+    command = [program, option, code, str(long_bundle), "-n", "4", "--spec", "off", "--ignore-eos"]
+    with terminal_screen(command, columns=200, environment={"TERM": "dumb"}) as screen:
+        for line, wanted in (
+            (f"/load {tmp_path / 'report.txt'}", "passages of it that fit the next message go with it"),
+            (QUESTION, "[1] report.txt:"),
+            ("Is it Canal Street?", "[1] report.txt:"),
+        ):
+            before = screen.output.count(wanted)
+            screen.type(line + "\n")
+            screen.wait_for(lambda wanted=wanted, before=before: screen.output.count(wanted) > before)
+        screen.type("/quit\n")
+        assert screen.end() == 0
 
 
 def test_a_passage_that_does_not_fit_is_passed_over(engine: Engine) -> None:

@@ -22,7 +22,8 @@ import { ContextMeter } from "./context_meter.js";
 import { IconButton } from "./dialogs.js";
 
 const DRAFT_DELAY = 250;
-const LARGEST_FILE = 2_000_000;
+const LARGEST_FILE = 4_000_000;
+const CHARACTERS_PER_TOKEN = 8; // more than tokens have
 const MOST_FILES = 20;
 const GROWS_BY_ITSELF = CSS.supports("field-sizing", "content");
 
@@ -50,8 +51,9 @@ async function tokensOf(conversation, text) {
   }
 }
 
-function Attached({ files, onRemove }) {
+function Attached({ files, context, onRemove }) {
   if (!files.length) return null;
+  const isLong = (file) => context && (file.tokens ?? file.text.length / CHARACTERS_PER_TOKEN) >= context;
   return html`<ul class="attached" aria-label=${strings.composer.attachments}>
     ${files.map(
       (file, index) =>
@@ -60,6 +62,7 @@ function Attached({ files, onRemove }) {
           <span class="quiet"
             >${strings.common.size(file.text.length)}${file.tokens != null ? ` · ${strings.common.tokens(file.tokens)}` : ""}</span
           >
+          ${isLong(file) && html`<span class="quiet">${strings.composer.inPassages}</span>`}
           <${IconButton} icon="close" label=${strings.composer.removeFile(file.name)} onClick=${() => onRemove(index)} />
         </li>`,
     )}
@@ -106,6 +109,7 @@ export function Composer({ id, conversation, leaf }) {
   const [sending, setSending] = useState(false);
   const enterSends = useStore((current) => current.settings.enter_sends);
   const writing = useStore(() => (id ? answerInProgress(id)?.id : undefined));
+  const context = useStore(() => modelOf(conversation)?.context);
   const timer = useRef(0);
 
   const grow = useCallback(() => {
@@ -228,7 +232,7 @@ export function Composer({ id, conversation, leaf }) {
   const stop = () => attempt(() => stopAnswer(id));
   return html`<form class=${over ? "composer over" : "composer"} onSubmit=${submit} aria-label=${strings.composer.label}>
     ${over && html`<div class="drop-hint">${strings.composer.drop}</div>`}
-    <${Attached} files=${files} onRemove=${(index) => changeFiles(files.toSpliced(index, 1))} />
+    <${Attached} files=${files} context=${context} onRemove=${(index) => changeFiles(files.toSpliced(index, 1))} />
     <textarea
       id="composer-text"
       ref=${area}
