@@ -84,6 +84,7 @@ def load(
             from .measure.cache_calibration import with_int8_kv  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
             config = with_int8_kv(bundle, config, wanted.context, cache=cache, progress=progress)
+        config = replace(config, shares_cores=wanted.anchor is not None)
         config, placed = _with_draft(bundle, config, pair, wanted.draft_device)
         return Engine(LoadedModel(bundle, config, wanted, placed, progress))
 

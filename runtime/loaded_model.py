@@ -40,9 +40,10 @@ from .scheduling.answer_stream import AnswerStream
 from .scheduling.request_queue import Chunks, RequestQueue, Ticket
 from .scheduling.several_answers import PromptAnswers
 from .speculation.choice import Speculation
-from .speculation.draft_loading import PlacedDraft
+from .speculation.draft_loading import DraftTarget, PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
+from .strategies.anchor_model import AnchorModel
 from .strategies.search_choice import search_of
 from .strategies.second_reader import second_readers, with_second_prompts
 from .structure.format_compiler import FormatCompiler
@@ -130,6 +131,8 @@ class LoadedModel:
         self.prefill_choice: Final = PrefillChoice(graph, bundle, self.tokenizer, self.context, self.queue, options)
         """Which graph reads prompts."""
         self.prefill_choice.prepare(progress)
+        target = DraftTarget(bundle, self.graph_io, self.context, options.cache, None, self.prefixes)
+        self._anchor = None if options.anchor is None else AnchorModel(options.anchor, config, target, progress)
         trim_heap()
 
     @property
@@ -145,7 +148,7 @@ class LoadedModel:
             self.shared_passes.close()
         self.drafters.close()
         self._formats.close()
-        self._graph = None
+        self._graph = self._anchor = None
         self.prefixes.wait()
         self.prefixes.clear()
 
@@ -261,7 +264,7 @@ class LoadedModel:
         made = Request(
             prompt_ids, options, sampling, start, None, chat, overflow, grammar, reading=reading, search=search
         )
-        return with_second_prompts(made, self.tokenizer, self.context)
+        return with_second_prompts(made, self.tokenizer, self.context, anchored=self._anchor is not None)
 
     def answer(
         self,
@@ -351,7 +354,8 @@ class LoadedModel:
             return self._aligned(sequence, request, cancelled)
         sequence = sequence or self.continued_prefix(request.prompt_ids, request.options)
         sequence.steer(self._open_graph().steering(request.options))
-        readers = second_readers(request, self.continued_prefix, cancelled)
+        anchor = None if self._anchor is None else self._anchor.sequence
+        readers = second_readers(request, self.continued_prefix, anchor, cancelled)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled, readers).generate()
 
     def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:

@@ -152,7 +152,9 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float]:
 
 _WRITTEN: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("stop", "logit_bias", "strategies", "lora", "control_vectors"), list[str] | None),
-    **dict.fromkeys(("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab"), str | None),
+    **dict.fromkeys(
+        ("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab", "anchor"), str | None
+    ),
     **dict.fromkeys(("speculation", "draft"), str),
     "tokenizer": Path | None,
 }

@@ -113,6 +113,13 @@ class LoadOptions(OptionRecord):
         "verifies. Example: --device gpu --draft-device cpu",
         metavar="NAME",
     )
+    anchor: str | os.PathLike[str] | None = option(
+        None,
+        "Model with the same tokens that answers with the strategy anchored stay near. Example: --anchor ./safe "
+        "--strategy anchored:budget=0.5",
+        metavar="MODEL",
+        unset="none",
+    )
     lora: Sequence[str] = option(
         (),
         "LoRA adapter of the PEFT library, a folder, and the name by which answers ask for it; several may be given. "

@@ -28,6 +28,7 @@ class LoadKeywords(TypedDict, total=False):
     tokenizer: str | os.PathLike[str] | None
     draft: str | os.PathLike[str] | None
     draft_device: str
+    anchor: str | os.PathLike[str] | None
     lora: Sequence[str]
     control_vectors: Sequence[str]
     history: bool

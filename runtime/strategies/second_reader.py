@@ -11,9 +11,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.progress import Progress
@@ -34,8 +35,8 @@ LEAST: Final = -1e4
 """Stands for the log-probability of what cannot be, where minus infinity has no difference from itself."""
 
 
-def log_softmax(logits: Logits) -> Weights:
-    """Log-probabilities, float64 `[V]`, of logits float32 `[V]`, some of which may be -infinity."""
+def log_softmax(logits: npt.NDArray[np.floating]) -> Weights:
+    """Log-probabilities, float64 `[V]`, of logits `[V]`, some of which may be -infinity."""
     with np.errstate(invalid="ignore"):  # the sampler refuses what is not finite
         shifted = logits - np.float64(logits.max())
     normalized: Weights = shifted - np.log(np.exp(shifted).sum())
@@ -197,12 +198,12 @@ def followed(bound: BoundGraph, stages: Sequence[LogitStage], readers: Sequence[
     return FollowedGraph(bound, comparing) if comparing else bound
 
 
-def with_second_prompts(request: Request, tokenizer: TextTokenizer, context: int) -> Request:
-    """The request with the prompts of the second readers that its strategies have.
+def with_second_prompts(request: Request, tokenizer: TextTokenizer, context: int, *, anchored: bool) -> Request:
+    """The request with the prompts of the second readers that its strategies have; `anchored` if there is an anchor.
 
     Raises:
         ContextError: one does not fit a context of that many tokens.
-        InputError: one is empty, or cannot be made of this prompt; or the answer is searched for.
+        InputError: one is empty, or cannot be made of this prompt; or the answer is searched for, or has no anchor.
         TemplateError: the chat template refuses its messages.
     """
     start = () if request.start is None else request.start.token_ids
@@ -211,6 +212,8 @@ def with_second_prompts(request: Request, tokenizer: TextTokenizer, context: int
     if readers and request.search is not None:
         what = f"the strategy {readers[0].name} is given, and the answer is searched for"
         raise InputError(what, "leave one of them out")
+    if not anchored and (missing := [each.name for each in readers if each.reads_anchor]):
+        raise InputError(f"the strategy {missing[0]} is given, and there is no anchor", "load one: --anchor MODEL")
     prompts = [[*each.second_prompt(asked, request.chat, tokenizer), *start] for each in readers]
     room = request.options.max_tokens
     for each in prompts:
@@ -220,16 +223,21 @@ def with_second_prompts(request: Request, tokenizer: TextTokenizer, context: int
     return replace(request, second_prompts=prompts, options=replace(request.options, max_tokens=room))
 
 
+NewSequence: TypeAlias = Callable[[Sequence[int], "GenerateOptions"], ReaderSequence]
+"""Makes a sequence for a prompt, with what earlier ones have of it in its cache."""
+
+
 def second_readers(
-    request: Request,
-    new_sequence: Callable[[Sequence[int], GenerateOptions], ReaderSequence],
-    cancelled: Callable[[], bool],
+    request: Request, own: NewSequence, of_anchor: NewSequence | None, cancelled: Callable[[], bool]
 ) -> list[SecondReader]:
-    """Begin the second readers of a request, each with a cache from `new_sequence` for its prompt."""
-    return [
-        SecondReader(new_sequence(each, request.options), each, len(request.prompt_ids), cancelled)
-        for each in request.second_prompts
-    ]
+    """Begin the second readers of a request, with caches of the model itself or of its anchor."""
+    readers = [each for each in request.options.strategies if each.has_reader]
+    found = []
+    for reader, prompt_ids in zip(readers, request.second_prompts, strict=True):
+        new_sequence = of_anchor if reader.reads_anchor and of_anchor is not None else own
+        sequence = new_sequence(prompt_ids, request.options)
+        found.append(SecondReader(sequence, prompt_ids, len(request.prompt_ids), cancelled))
+    return found
 
 
 def _nodes(new: NewTokens, path: Sequence[int]) -> list[int]:

@@ -34,6 +34,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
     "momentum": "repetition:Momentum",
     "cad": "guidance:Cad",
     "negative-prompt": "guidance:NegativePrompt",
+    "anchored": "anchored:Anchored",
 }
 """Module in this package, and class, by name."""
 
@@ -53,6 +54,8 @@ class Strategy(OptionRecord):
     """Whether it only leaves tokens out, so that it does nothing without a temperature."""
     has_reader: ClassVar[bool] = False
     """Whether a second reader follows the answer; then the stage is a `second_reader.ReaderStage`."""
+    reads_anchor: ClassVar[bool] = False
+    """Whether the second reader is the anchor that the model was loaded with, and not the model itself."""
 
     @abstractmethod
     def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:

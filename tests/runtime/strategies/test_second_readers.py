@@ -44,8 +44,10 @@ class Given:
         return self.logits
 
 
-def probabilities_of(chosen: Strategy, logits: list[float], others: list[float]) -> list[float]:
-    params = SamplingParams(1.0)
+def probabilities_of(
+    chosen: Strategy, logits: list[float], others: list[float], temperature: float = 1.0
+) -> list[float]:
+    params = SamplingParams(temperature)
     tokenizer: Any = None
     stage: Any = chosen.start(params, VOCAB, tokenizer)
     stage.reader = Given(others)
@@ -290,3 +292,143 @@ def test_the_other_prompt_over_http(tiny: Engine, tiny_bundle: Path) -> None:
     chosen = [strategy("cad", text="a thing", alpha=1.5)]
     expected = tiny.generate("the sea", max_tokens=12, temperature=0, strategies=chosen)
     assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+def divergence(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+@given(logits=LOGITS, others=LOGITS, budget=st.floats(0.001, 4), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+def test_an_anchored_token_is_as_near_to_the_model_as_the_budget_allows(
+    logits: list[float], others: list[float], budget: float, temperature: float
+) -> None:
+    chosen = strategy("anchored", budget=budget)
+    found = probabilities_of(chosen, logits, others, temperature)
+    own, anchor = softmax([x / temperature for x in logits]), softmax(others)
+    assert divergence(found, anchor) <= budget
+    if divergence(own, anchor) <= 0.999 * budget:
+        assert found == approximately(own)
+        return
+    # No mixture whose divergence is within the budget is nearer to the model, and no other distribution either.
+    assert divergence(found, anchor) == pytest.approx(budget, rel=2e-3, abs=1e-4)
+    nearest = divergence(found, own)
+    for share in np.linspace(0, 1, 50):
+        mixed = softmax([share * math.log(a) + (1 - share) * math.log(b) for a, b in zip(own, anchor, strict=True)])
+        if divergence(mixed, anchor) <= budget - 2e-5:
+            assert divergence(mixed, own) >= nearest - 0.01 * budget
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        moved = np.array(found) * np.exp(random.normal(0, 0.1, VOCAB))
+        moved = (moved / moved.sum()).tolist()
+        if divergence(moved, anchor) <= divergence(found, anchor):
+            assert divergence(moved, own) >= nearest - 1e-6
+
+
+def test_no_path_spends_more_than_its_tokens_were_given() -> None:
+    """Every path of 3 tokens out of 6: what is left is carried on, and the divergence at every step is within it."""
+    budget, random = 0.2, np.random.default_rng(3)
+    tables = random.normal(0, 2, (2, 1 + VOCAB + VOCAB**2, VOCAB)).astype(np.float32)
+    stage: Any = strategy("anchored", budget=budget).start(SamplingParams(1.0), VOCAB, None)  # type: ignore[arg-type]
+    sampler = Sampler(SamplingParams(1.0), VOCAB, None, [stage])
+    sampler.observe_prompt([1, 2, 3, 4, 5])
+    sampler.observe([2])  # a start of the answer, which was not chosen: it gives nothing and takes nothing
+
+    def explore(path: tuple[int, ...], given: float) -> None:
+        if len(path) == 3:
+            return
+        number = 0
+        for token in path:
+            number = number * VOCAB + token + 1
+        own, anchor = (softmax(table[number].tolist()) for table in tables)
+        stage.reader = Given(tables[1][number].tolist())
+        ids, found = sampler.probabilities(tables[0][number])
+        assert ids.tolist() == list(range(VOCAB))
+        spent = divergence(found.tolist(), anchor)
+        assert spent <= given + budget
+        assert spent == pytest.approx(min(divergence(own, anchor), given + budget), rel=2e-3, abs=1e-4)
+        for token in range(VOCAB):
+            with sampler.rollback():
+                sampler.observe([token])
+                explore((*path, token), given + budget - spent)
+
+    explore((), 0.0)
+
+
+@pytest.fixture(scope="module")
+def anchor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.tiny_models import write_bundle
+
+    return write_bundle(tmp_path_factory.mktemp("anchor"), "qwen2", seed=9)
+
+
+@pytest.fixture(scope="module")
+def anchored(tiny_bundle: Path, anchor: Path) -> Iterator[Engine]:
+    with edgerun.load(tiny_bundle, anchor=anchor, threads=1, cache=False, parallel=3) as engine:
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        yield engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_anchored_text_does_not_depend_on_drafts_and_other_texts(anchored: Engine, temperature: float) -> None:
+    chosen = [strategy("anchored", budget=0.3)]
+    options: dict[str, Any] = {"temperature": temperature, "seed": 2, "max_tokens": 32, "ignore_eos": True}
+    texts = {
+        anchored.generate(PROMPT, strategies=chosen, speculation=Speculation.parse(name), exact=exact, **options).text
+        for name, exact in product(("off", "suffix,recycle"), (False, True))
+    }
+    with ThreadPoolExecutor(3) as pool:
+        texts |= set(pool.map(lambda _: anchored.generate(PROMPT, strategies=chosen, **options).text, range(3)))
+    assert len(texts) == 1
+    free = anchored.generate(PROMPT, strategies=[strategy("anchored", budget=1000)], **options)
+    assert free.text == anchored.generate(PROMPT, **options).text
+    assert free.text not in texts
+
+
+def test_without_a_budget_the_text_is_that_of_the_anchor(anchored: Engine, anchor: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    with edgerun.load(anchor, threads=1, cache=False) as safe:
+        expected = safe.generate(PROMPT, **options).text
+    chosen = [strategy("anchored", budget=0)]
+    assert anchored.generate(PROMPT, strategies=chosen, **options).text == expected
+    pytest.importorskip("llguidance")
+    form = edgerun.ResponseFormat.regex("[a-d ]{6,20}")
+    texts = {
+        anchored.generate(
+            PROMPT, strategies=[strategy("anchored")], response_format=form, speculation=each, seed=1
+        ).text
+        for each in (Speculation.OFF, Speculation.AUTO)
+    }
+    assert len(texts) == 1
+
+
+def test_anchors_on_the_command_line_and_over_http(
+    anchored: Engine, tiny_bundle: Path, anchor: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["-p", "the sea", "-n", "12", "-t", "0", "--json", "--strategy", "anchored:budget=0.4"]
+    assert main([str(tiny_bundle), "--anchor", str(anchor), *arguments]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    chosen = [strategy("anchored", budget=0.4)]
+    assert text == anchored.generate("the sea", max_tokens=12, temperature=0, strategies=chosen).text
+    with served_here(tiny_bundle, ServerSettings(), threads=1, cache=False, anchor=anchor) as server:
+        body = chat_body("the sea", max_tokens=12, temperature=0, strategies=[{"name": "anchored", "budget": 0.4}])
+        assert server.post(CHAT, body)["choices"][0]["message"]["content"] == text
+        body["temperature"], body["top_p"] = 1, 0.5
+        refused = server.request("POST", CHAT, body)
+        assert (refused.status, "top-p" in refused.json()["error"]["message"]) == (400, True)
+    assert main([str(tiny_bundle), *arguments]) == 2
+    message = "the strategy anchored is given, and there is no anchor; load one: --anchor MODEL"
+    assert message in capsys.readouterr().err + capsys.readouterr().out
+
+
+def test_anchors_that_do_not_fit(tiny_bundle: Path, tmp_path: Path) -> None:
+    from support.tiny_models import write_bundle
+
+    with pytest.raises(edgerun.BundleError, match="has a context of 64 tokens, and .* has 256; add --context 64"):
+        edgerun.load(tiny_bundle, anchor=write_bundle(tmp_path / "short", max_position_embeddings=64), cache=False)
+    other = write_bundle(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"].pop()
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (other / "edge.json").unlink()  # it has the sizes of the files
+    with pytest.raises(edgerun.BundleError, match="has another vocabulary than .* give an anchor with the same tokens"):
+        edgerun.load(tiny_bundle, anchor=other, cache=False)
