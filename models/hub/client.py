@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ _REQUEST_S: Final = 30.0
 _CHUNK_BYTES: Final = 256 << 10
 """Bytes between two reports of progress. The library's own 10 MB are ten seconds of a slow connection, during which a
 download could not be cancelled."""
+_SILENCING: Final = threading.Lock()
+_SETTINGS: Final[list[tuple[int, bool, int]]] = []
+"""The library's settings before each block in which it is silent: of blocks that overlap, the last one to end restores
+those before the first."""
 
 
 class ConnectionFailedError(HubError):
@@ -243,20 +248,22 @@ def _library_silenced() -> Iterator[None]:
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # noqa: PLC0415
 
     logger, bars = logging.getLogger(_LIBRARY), f"{_LIBRARY}.http_get"
-    level, telemetry_off, chunk = logger.level, constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE
-    logger.setLevel(logging.ERROR)
-    constants.HF_HUB_DISABLE_TELEMETRY = True
-    constants.DOWNLOAD_CHUNK_SIZE = min(chunk, _CHUNK_BYTES)
     decided = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment, which takes precedence
-    if not decided:
-        disable_progress_bars(bars)
+    with _SILENCING:
+        _SETTINGS.append((logger.level, constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE))
+        logger.setLevel(logging.ERROR)
+        constants.HF_HUB_DISABLE_TELEMETRY = True
+        constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _CHUNK_BYTES)
+        if not decided:
+            disable_progress_bars(bars)
     try:
         yield
     finally:
-        logger.setLevel(level)
-        constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE = telemetry_off, chunk
-        if not decided:
-            enable_progress_bars(bars)
+        with _SILENCING:
+            level, constants.HF_HUB_DISABLE_TELEMETRY, constants.DOWNLOAD_CHUNK_SIZE = _SETTINGS.pop()
+            logger.setLevel(level)
+            if not decided and not _SETTINGS:
+                enable_progress_bars(bars)
 
 
 @contextmanager

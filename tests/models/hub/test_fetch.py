@@ -19,6 +19,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import onnx
 from huggingface_hub import hf_hub_download
+from huggingface_hub.utils import are_progress_bars_disabled
 from onnx import TensorProto, helper
 
 import edgerun
@@ -33,6 +34,7 @@ from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, models_root, stores
 from support.hub_server import HubServer, files_of, own_hub, sha256
 from support.unusual_files import needs_links
+from support.waiting import wait_until
 
 TEXTS = {"config.json": b"{}", "tokenizer.json": b'{"version": "1.0"}', "README.md": b"# a model"}
 
@@ -511,6 +513,21 @@ def test_concurrent_downloads_download_once(hub: HubServer) -> None:
     assert len(found) == 3
     assert len(set(found)) == 1
     assert hub.bodies().count("onnx/model_q4.onnx_data") == 1
+
+
+def test_the_library_stays_silent_when_another_download_ends(hub: HubServer) -> None:
+    hub.repo("org/other", {**TEXTS, "model.onnx": graph()})
+    hub.faults.stall["model_q4.onnx_data"] = 5000
+    slow = threading.Thread(target=fetch_model, args=(HubId("org/js"),), kwargs={"progress": lambda *_: None})
+    assert not are_progress_bars_disabled("huggingface_hub.http_get")
+    slow.start()
+    wait_until(lambda: "onnx/model_q4.onnx_data" in hub.bodies())
+    fetch_model(HubId("org/other"))
+    assert are_progress_bars_disabled("huggingface_hub.http_get")
+    hub.faults.stall.clear()
+    hub.faults.go_on.set()
+    slow.join()
+    assert not are_progress_bars_disabled("huggingface_hub.http_get")
 
 
 def test_who_waits_for_another_download_can_stop(hub: HubServer) -> None:
