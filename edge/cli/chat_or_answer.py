@@ -12,13 +12,14 @@ from ...models.find import may_be_model
 from ...models.progress import Progress
 from ...models.user_text import read_text, unify_line_ends
 from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.conversation import Session
 from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.speculation.choice import Speculation
 from ...runtime.structure.response_format import ResponseFormat
 from .ctrl_c import INTERRUPTED
-from .run import RunOptions, answer_prompt
+from .run import RunOptions, answer_prompt, opened_model, read_standard_input
 from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 
 _ANSWER: Final = OptionsOf(
@@ -53,8 +54,50 @@ def chat_or_answer(
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")
     chatting = given["prompt"] is None and sys.stdin is not None and sys.stdin.isatty()
     chosen, options, load, raw_prefix = _read_options(given, as_json=as_json, chatting=chatting)
-    if not chatting:
-        return INTERRUPTED if answer_prompt(model, chosen, options, load, raw_prefix, as_json=as_json) else 0
+    if chatting:
+        return _chat(model, chosen, options, load)
+    text = read_standard_input().removesuffix("\n") if chosen.prompt is None else unify_line_ends(chosen.prompt)
+    if not text:
+        raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
+    if options.extract is not None:
+        text = f"{options.extract}\n\n{text}"
+    with opened_model(model, load) as opened:
+        engine, progress, _ = opened
+        resumed = None if chosen.resume is None else engine.session(system=options.system, resume=chosen.resume)
+        with progress:
+            if raw_prefix:
+                engine.keep_prefix(raw_prefix, options)
+            text, shown = _with_documents(engine, resumed, chosen, text, options, progress)
+        interrupted = answer_prompt(opened, raw_prefix + text, chosen, options, resumed, as_json=as_json, **shown)
+    return INTERRUPTED if interrupted else 0
+
+
+def _with_documents(
+    engine: Engine,
+    resumed: Session | None,
+    chosen: RunOptions,
+    text: str,
+    options: GenerateOptions,
+    progress: Progress,
+) -> tuple[str, dict[str, Any]]:
+    """The prompt with passages of the documents before it, and what `answer_prompt` shows of them."""
+    if not chosen.documents:
+        return text, {}
+    from ..conversations.records import NO_PASSAGE, source_lines, with_passages
+    from ..documents.retrieval import find_passages
+
+    asked, earlier = {"role": "user", "content": text}, 0
+    if resumed is not None:
+        earlier = engine.count_tokens([*resumed.messages, asked], options) - engine.count_tokens([asked], options)
+    found = find_passages(
+        engine, chosen.documents, text, options, progress, earlier=earlier, embedding_model=chosen.embedding_model
+    )
+    described = [{"source": each.source, "line": each.line, "text": each.text} for each in found]
+    return with_passages(text, found), {"passages": described, "sources": source_lines(found) or [NO_PASSAGE]}
+
+
+def _chat(model: str | None, chosen: RunOptions, options: GenerateOptions, load: LoadOptions) -> int:
+    """Chat; returns the exit code."""
     from ..documents.retrieval import document_paths
     from ..terminal.chat.opening import ChatSettings, open_chat
     from ..tools.tool_settings import configured_servers
@@ -115,15 +158,16 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
     Raises:
         InputError: they do not.
     """
-    from ..documents.retrieval import document_paths, passage_encoder
-
     if as_json and chosen.json_stream:
         raise InputError("--json and --json-stream are both given", "give one of them")
     if chosen.documents and options.raw:
         raise InputError("--documents needs the chat template, which --raw leaves out", "leave out one of them")
-    document_paths(chosen.documents or ())  # before the model is loaded
-    if chosen.embedding_model is not None:
-        passage_encoder(chosen.embedding_model)
+    if chosen.documents or chosen.embedding_model is not None:  # before the model is loaded
+        from ..documents.retrieval import document_paths, passage_encoder
+
+        document_paths(chosen.documents or ())
+        if chosen.embedding_model is not None:
+            passage_encoder(chosen.embedding_model)
     if options.logprobs is not None and not (as_json or chosen.json_stream):
         raise InputError("--logprobs lists tokens in the JSON of an answer", "add --json, or leave --logprobs out")
     if not chatting:

@@ -13,7 +13,7 @@ from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.options import MOST_ANSWERS, GenerateOptions
 from ...runtime.text.infill import SUGGESTION_TOKENS
 from .ctrl_c import INTERRUPTED
-from .run import RunOptions, answer_prompt, read_standard_input
+from .run import RunOptions, answer_prompt, opened_model, read_standard_input
 from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 
 _STANDARD_INPUT: Final = Path("-")
@@ -77,8 +77,8 @@ def complete(
         branch=chosen.choices > 1,
         document=_name(chosen.prefix_file),
     )
-    shown = _SHOWN.record(given, prompt=prefix)
-    return INTERRUPTED if answer_prompt(model, shown, options, load, "", as_json=as_json) else 0
+    with opened_model(model, load) as opened:
+        return INTERRUPTED if answer_prompt(opened, prefix, _SHOWN.record(given), options, as_json=as_json) else 0
 
 
 def _text(path: Path) -> str:

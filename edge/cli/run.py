@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
 from ...models.progress import ProgressDisplay
-from ...models.user_text import decode_text, unify_line_ends
+from ...models.user_text import decode_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.conversation import Session
@@ -86,91 +87,76 @@ class RunOptions:
     tools: Path | None = option(None, "Let a chat call tools of the MCP servers in FILE.", metavar="FILE")
 
 
+@contextmanager
+def opened_model(model: str | None, load: LoadOptions) -> Iterator[tuple[Engine, ProgressDisplay, float]]:
+    """Open the model of a command line during the block.
+
+    Yields:
+        The engine, what shows its progress, and the seconds that loading took.
+
+    Raises:
+        EdgeError: the model cannot be loaded.
+    """
+    started, progress = time.perf_counter(), ProgressDisplay(transient=True)
+    with open_model(model, load, progress=progress) as engine:
+        yield engine, progress, time.perf_counter() - started
+
+
 def answer_prompt(
-    model: str | None,
+    opened: tuple[Engine, ProgressDisplay, float],
+    text: str,
     chosen: RunOptions,
     options: GenerateOptions,
-    load: LoadOptions,
-    raw_prefix: str,
+    resumed: Session | None = None,
     *,
     as_json: bool,
+    sources: Sequence[str] = (),
+    **further: Any,
 ) -> bool:
-    """Answer the prompt of a command line, which `raw_prefix` precedes; Ctrl-C keeps what was written.
+    """Answer a prompt; Ctrl-C keeps what was written.
+
+    Args:
+        opened: the model, of `opened_model`.
+        text: the prompt.
+        chosen: how the answer is chosen and shown.
+        options: options of the answer.
+        resumed: the conversation that the prompt continues.
+        as_json: whether standard output has one JSON object.
+        sources: lines below the text, on standard error.
+        further: what the JSON object has beside the answer.
 
     Returns:
         Whether Ctrl-C was pressed.
 
     Raises:
-        EdgeError: the model cannot be loaded, or the prompt cannot be answered.
+        EdgeError: the prompt cannot be answered.
     """
-    text = read_standard_input().removesuffix("\n") if chosen.prompt is None else unify_line_ends(chosen.prompt)
-    if not text and options.suffix is None:
-        raise InputError("the prompt is empty", "give -p TEXT, or text on standard input")
-    if options.extract is not None:
-        text = f"{options.extract}\n\n{text}"
-    started = time.perf_counter()
-    progress = ProgressDisplay(transient=True)
-    engine = open_model(model, load, progress=progress)
-    load_s = time.perf_counter() - started
+    engine, progress, load_s = opened
     pieces, wanted, written = [], options.logprobs is not None, AnswerPrinter(options.n)
-    with engine:
-        if raw_prefix:
-            with progress:
-                engine.keep_prefix(raw_prefix, options)
-        session = engine.session(system=options.system, resume=chosen.resume) if chosen.resume is not None else None
-        with progress:
-            text, sources, passages = _with_documents(engine, session, chosen, text, options, progress)
-        chunks: AnswerStream | CheckedAnswers = (
-            CheckedAnswers(engine, raw_prefix + text, options, chosen.until, chosen.tries)
-            if chosen.until is not None
-            else engine.stream(raw_prefix + text, options)
-            if session is None
-            else session.stream(text, options, system=None)
-        )
-        with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
-            for chunk in chunks:
-                pieces.append(chunk)
-                if chosen.json_stream:
-                    if chunk.text or chunk.logprobs or chunk.reasoning:
-                        write_json(chunk_json(chunk, with_logprobs=wanted, several=options.n > 1))
-                elif not as_json:
-                    written.write(chunk)
-        reply = Reply.of(pieces)
-        if as_json or chosen.json_stream:
-            shown = reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted)
-            if chosen.documents:
-                shown["passages"] = passages
-            write_json(shown)
-        elif any(choice.text for choice in reply.choices) or not interrupted():
-            written.end()
-            for line in sources:
-                write_error(line)
-        _show_statistics(reply, engine, chosen, options, load_s)
-    return interrupted()
-
-
-def _with_documents(
-    engine: Engine,
-    session: Session | None,
-    chosen: RunOptions,
-    text: str,
-    options: GenerateOptions,
-    progress: ProgressDisplay,
-) -> tuple[str, list[str], list[dict[str, Any]]]:
-    """The prompt with passages of the documents before it, lines about these, and the passages for JSON."""
-    if not chosen.documents:
-        return text, [], []
-    from ..conversations.records import NO_PASSAGE, source_lines, with_passages
-    from ..documents.retrieval import find_passages
-
-    asked, earlier = {"role": "user", "content": text}, 0
-    if session is not None:
-        earlier = engine.count_tokens([*session.messages, asked], options) - engine.count_tokens([asked], options)
-    found = find_passages(
-        engine, chosen.documents, text, options, progress, earlier=earlier, embedding_model=chosen.embedding_model
+    chunks: AnswerStream | CheckedAnswers = (
+        CheckedAnswers(engine, text, options, chosen.until, chosen.tries)
+        if chosen.until is not None
+        else engine.stream(text, options)
+        if resumed is None
+        else resumed.stream(text, options, system=None)
     )
-    described = [{"source": each.source, "line": each.line, "text": each.text} for each in found]
-    return with_passages(text, found), source_lines(found) or [NO_PASSAGE], described
+    with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+        for chunk in chunks:
+            pieces.append(chunk)
+            if chosen.json_stream:
+                if chunk.text or chunk.logprobs or chunk.reasoning:
+                    write_json(chunk_json(chunk, with_logprobs=wanted, several=options.n > 1))
+            elif not as_json:
+                written.write(chunk)
+    reply = Reply.of(pieces)
+    if as_json or chosen.json_stream:
+        write_json(reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted) | further)
+    elif any(choice.text for choice in reply.choices) or not interrupted():
+        written.end()
+        for line in sources:
+            write_error(line)
+    _show_statistics(reply, engine, chosen, options, load_s)
+    return interrupted()
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:
