@@ -26,7 +26,7 @@ from ..conversations.store import KEPT_DAYS
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
 from ..server.http_protocol import ProtocolRoute, RefusedError
-from ..server.json_endpoint import JsonRoute
+from ..server.json_endpoint import json_routes
 from ..tools.tool_settings import read_configuration
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
@@ -169,7 +169,7 @@ def _file_refusal(scope: Scope) -> RefusedError | None:
     return RefusedError(HTTPStatus.FORBIDDEN, "no_session", what, "use its page, edge-run pull or edge-run rm")
 
 
-def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
+def state_routes(context: AppContext, models: ModelServices) -> list[ProtocolRoute]:
     """The routes of the state and the settings."""
     store = context.store
 
@@ -215,10 +215,10 @@ def state_routes(context: AppContext, models: ModelServices) -> list[Route]:
         ("PUT", "/api/presets/{preset:path}", save_preset),
         ("DELETE", "/api/presets/{preset:path}", delete_preset),
     )
-    return [JsonRoute(context.settings, method, path, handler) for method, path, handler in table]
+    return json_routes(context.settings, table)
 
 
-def tool_routes(context: AppContext) -> list[Route]:
+def tool_routes(context: AppContext) -> list[ProtocolRoute]:
     """The routes of MCP servers."""
     table = (
         ("GET", "/api/tools", context.tools.list),
@@ -226,7 +226,7 @@ def tool_routes(context: AppContext) -> list[Route]:
         ("PUT", "/api/tools/{name}", context.tools.save),
         ("DELETE", "/api/tools/{name}", context.tools.remove),
     )
-    return [JsonRoute(context.settings, method, path, handler) for method, path, handler in table]
+    return json_routes(context.settings, table)
 
 
 def _read_configuration(text: str) -> dict[str, Any]:

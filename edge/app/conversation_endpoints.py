@@ -18,7 +18,7 @@ from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls, without_long_files
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage, safe_file_name
 from ..documents.retrieval import document_paths
-from ..server.json_endpoint import JsonRoute
+from ..server.json_endpoint import JsonRoute, json_routes
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
 from ..tools.call_rounds import Decision
@@ -109,8 +109,8 @@ def conversation_routes(context: AppContext, generations: Generations) -> list[R
     )
     settings = context.settings
     return [
-        *(JsonRoute(settings, method, path, handler) for method, path, handler in table),
-        *(JsonRoute(settings, method, path, handler, slow=True) for method, path, handler in slow),
+        *json_routes(settings, table),
+        *json_routes(settings, slow, slow=True),
         JsonRoute(settings, "POST", "/api/import", endpoints.import_file, slow=True, max_characters=_IMPORT_CHARACTERS),
     ]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from ...errors import CancelledError, EdgeError
 from ...runtime.scheduling.request_run import Run
-from ..service.body_decoder import MAX_DEPTH, decode_body, described
+from ..service.body_decoder import MAX_DEPTH, described
 from ..service.request_error import ErrorCode, RequestError
 from .line_transport import LineWriter
 from .protocol import (
@@ -25,7 +25,6 @@ from .protocol import (
     PROTOCOL_VERSION,
     ProgressParams,
     RequestId,
-    decode_params,
 )
 from .rpc_errors import ProtocolCode, response_error
 
@@ -93,7 +92,7 @@ class Call(Run[None]):
 
 
 Handler: TypeAlias = Callable[[Call, Any], msgspec.Struct | Mapping[str, Any]]
-"""Answers a request, from its parameters as `decode_params` returns them."""
+"""Answers a request, from what its parameters ask for."""
 
 
 class Connection:
@@ -219,7 +218,7 @@ class Connection:
     def _answer(self, call: Call, params: bytes) -> None:
         """Answer a request."""
         try:
-            result = self._handlers[call.method](call, decode_params(call.method, params))
+            result = self._handlers[call.method](call, METHODS[call.method][0].parse(params))
             response = encode_line({"jsonrpc": _VERSION, "id": call.id, "result": result})
             self._initialized |= call.method == "initialize"
         except Exception as caught:  # noqa: BLE001  the client is told
@@ -239,7 +238,7 @@ class Connection:
             _log.warning("the notification %.200r was ignored; %s; a request has an id", method, known)
             return
         try:
-            given: Any = decode_body(params, CLIENT_NOTIFICATIONS[method])
+            given: Any = CLIENT_NOTIFICATIONS[method].parse(params)
             if method == "$/cancelRequest":
                 self.cancel(given.id)
             else:

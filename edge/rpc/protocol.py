@@ -6,24 +6,16 @@ further fields in later versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from ..service.body_decoder import decode_body
+from ..service.body_decoder import StrictStruct
 from ..service.generation_fields import PositiveInt, SamplingFields
 from ..service.pooled_model import ModelState
-from ..service.text_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    TokenizeRequest,
-    parse_chat,
-    parse_completion,
-)
+from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 PROTOCOL_VERSION: Final = 1
 
@@ -34,7 +26,7 @@ ModelName: TypeAlias = Annotated[
 SessionId: TypeAlias = Annotated[str, Meta(description="What session/new or session/restore returned.")]
 
 
-class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Params(StrictStruct, kw_only=True):
     """Parameters of a method."""
 
 
@@ -169,7 +161,7 @@ class RestoreParams(Params):
     model: ModelName = None
 
 
-class SessionPromptParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class SessionPromptParams(SamplingFields, kw_only=True):
     """What the user says in a conversation."""
 
     session_id: SessionId
@@ -351,7 +343,7 @@ class SessionUpdate(Result):
     reasoning: Annotated[str | UnsetType, Meta(description="A piece of what the model thinks.")] = UNSET
 
 
-METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] = {
+METHODS: Final[Mapping[str, tuple[type[StrictStruct], type[msgspec.Struct]]]] = {
     "initialize": (InitializeParams, InitializeResult),
     "models/list": (NoParams, ModelList),
     "models/pull": (PullParams, PullResult),
@@ -371,14 +363,8 @@ METHODS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct]]]] 
     "status": (NoParams, Status),
     "shutdown": (NoParams, Done),
 }
-"""Parameters and results of the requests of the client."""
-_PARSERS: Final[Mapping[str, Callable[[bytes], Any]]] = {
-    "generate": parse_chat,
-    "complete": parse_completion,
-    "tokenize": TokenizeRequest.parse,
-}
-"""What makes requests of the parameters of methods, beyond decoding them."""
-CLIENT_NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
+"""Parameters and results of the requests of the client; handlers are given what `StrictStruct.parse` returns."""
+CLIENT_NOTIFICATIONS: Final[Mapping[str, type[StrictStruct]]] = {
     "$/cancelRequest": CancelParams,
     "session/cancel": SessionIdParams,
 }
@@ -389,12 +375,3 @@ NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "session/update": SessionUpdate,
 }
 """Messages to the client that belong to one of its requests."""
-
-
-def decode_params(method: str, params: bytes) -> Any:
-    """The parameters of a method: the struct in `METHODS`, or what answers the request.
-
-    Raises:
-        RequestError: they are not valid.
-    """
-    return _PARSERS[method](params) if method in _PARSERS else decode_body(params, METHODS[method][0])

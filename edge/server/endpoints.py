@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
@@ -19,13 +19,14 @@ from ...runtime.graph.memory import trim_heap
 from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
 from ...runtime.structure.response_format import CLIENT
+from ..service.body_decoder import StrictStruct
 from ..service.generation_fields import GenerationRequest
 from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import ErrorCode, RequestError, describe
 from .http_messages import error_response, next_events, read_body, watching_client
-from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json, protocol_of
+from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
@@ -104,17 +105,18 @@ class RequestService:
         run.start()
 
 
-class Endpoint:
-    """An ASGI application for one path.
+class Endpoint(ProtocolRoute):
+    """A path whose response is computed in the thread of a `Run`.
 
-    The response is computed in the thread of a `Run`. The client is watched meanwhile: when it goes away, the run is
-    cancelled, whether its response is streamed, computed, or waits for its place.
+    The client is watched meanwhile: when it goes away, the run is cancelled, whether its response is streamed,
+    computed, or waits for its place.
 
     Args:
         service: the state of the server.
-        about: what the endpoint does, for the list of paths.
-        parse: decodes a body; raises a `RequestError` if it is not valid. Every request names its `model`, or None.
-        compute: answers what `parse` returned.
+        protocol: the API that the path belongs to.
+        path: the path.
+        body: the body of a request, which names its `model`, or None.
+        compute: answers what the body asks for; its docstring is for the list of paths.
         loads: whether that takes the model which the request names.
         encoders: whether that model may be an encoder.
     """
@@ -122,22 +124,23 @@ class Endpoint:
     def __init__(
         self,
         service: RequestService,
-        about: str,
-        parse: Callable[[bytes], Any],
+        protocol: Protocol,
+        path: str,
+        body: type[StrictStruct],
         compute: Compute,
         *,
         loads: bool = True,
         encoders: bool = False,
     ) -> None:
-        self.__doc__ = about
+        super().__init__(protocol, "POST", path, compute)
+        self.app = self._answer
         self._service: Final = service
-        self._parse: Final = parse
+        self._parse: Final = body.parse
         self._compute: Final = compute
         self._loads: Final = loads
         self._use: Final = service.pool.use_any if encoders else service.pool.use
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (body := await read_body(scope, receive, send, self._service.settings)) is None:
             return
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
@@ -204,7 +207,7 @@ class Endpoint:
         streams: bool,
     ) -> None:
         """Send the response of a run: as events while they come, or whole."""
-        begun, last, protocol = False, b"", protocol_of(scope)
+        begun, last, protocol = False, b"", self.protocol
         try:
             async with asyncio.timeout(self._service.settings.request_timeout_s):
                 taken = await pieces.take()
@@ -249,17 +252,64 @@ class Endpoint:
         return None
 
 
-def generating_route(
+def object_route(
     service: RequestService,
     protocol: Protocol,
     path: str,
-    about: str,
-    parse: Callable[[bytes], GenerationRequest],
-    kind: type[GenerationObjects],
-) -> ProtocolRoute:
-    """A path that generates text, whose responses have objects of `kind`; other arguments as for `Endpoint`."""
+    body: type[StrictStruct],
+    answer: Callable[..., object],
+    *,
+    encoders: bool = False,
+) -> Endpoint:
+    """A path whose response is one object.
+
+    Args:
+        answer: returns it, from what the body asks for, the model, its id, and a `Cancellation`.
+
+    Other arguments are those of `Endpoint`.
+    """
+
+    @wraps(answer)
+    def compute(*given: Any) -> Iterator[bytes]:
+        yield encode_json(answer(*given))
+
+    return Endpoint(service, protocol, path, body, compute, encoders=encoders)
+
+
+def progress_route(
+    service: RequestService, protocol: Protocol, path: str, body: type[StrictStruct], work: Callable[..., object]
+) -> Endpoint:
+    """A path whose response is one object, or where the body wants a stream, its progress too.
+
+    Args:
+        work: returns the object, from what the body asks for, a function that sends another one before, and a
+            `Cancellation`.
+
+    Other arguments are those of `Endpoint`.
+    """
+
+    @wraps(work)
+    def compute(request: Any, run: Run[bytes]) -> Iterator[bytes]:
+        def report(value: object) -> None:
+            if request.stream:
+                run.put(protocol.encode(value))
+
+        done = work(request, report, run.cancellation)
+        yield protocol.encode(done) + protocol.end if request.stream else encode_json(done)
+
+    return Endpoint(service, protocol, path, body, compute, loads=False)
+
+
+def generating_route(
+    service: RequestService, protocol: Protocol, path: str, body: type[StrictStruct], kind: type[GenerationObjects]
+) -> Endpoint:
+    """A path that generates text, whose responses have objects of `kind`; other arguments as for `Endpoint`.
+
+    The docstring of the body's `request` is for the list of paths.
+    """
     compute = partial(_generate, service.metrics, protocol, kind)
-    return ProtocolRoute(protocol, "POST", path, Endpoint(service, about, parse, compute))
+    compute.__doc__ = body.request.__doc__
+    return Endpoint(service, protocol, path, body, compute)
 
 
 def _generate(

@@ -83,13 +83,13 @@ def error_status(error: EdgeError) -> HTTPStatus:
     return _STATUS.get(described.code, HTTPStatus.BAD_REQUEST)
 
 
-def error_object(error: EdgeError) -> dict[str, Any]:
-    """An error as the JSON object that OpenAI's API answers with."""
+def _error_fields(error: EdgeError) -> dict[str, Any]:
+    """An error as OpenAI's API describes it."""
     described = _described(error)
     status = error_status(error)
     kind = _TYPES.get(status, "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
     param = described.param if isinstance(described, RequestError) else None
-    return {"error": {"message": str(described), "type": kind, "param": param, "code": str(described.code)}}
+    return {"message": str(described), "type": kind, "param": param, "code": str(described.code)}
 
 
 def encode_json(value: Any) -> bytes:
@@ -115,9 +115,9 @@ def named_event(value: dict[str, Any]) -> bytes:
 class Protocol:
     """How one API writes errors and streams."""
 
-    error: Callable[[EdgeError], dict[str, Any]]
-    """An error as the object of a response, or of the middle of a stream."""
-    encode: Callable[[dict[str, Any]], bytes]
+    error_form: Callable[[HTTPStatus, dict[str, Any]], dict[str, Any]]
+    """The object of an error, from its status, and its `message`, `type`, `param` and `code` in OpenAI's API."""
+    encode: Callable[[Any], bytes]
     """An object as a piece of a stream."""
     headers: list[tuple[bytes, bytes]]
     """Headers of a stream."""
@@ -126,10 +126,18 @@ class Protocol:
     end: bytes = b""
     """The last piece of a stream."""
 
+    def error(self, error: EdgeError) -> dict[str, Any]:
+        """An error as the object of a response, or of the middle of a stream."""
+        return self.error_form(error_status(error), _error_fields(error))
+
+
+def _openai_error(_status: HTTPStatus, error: dict[str, Any]) -> dict[str, Any]:
+    return {"error": error}
+
 
 _COMMENT: Final = b": the answer is being computed\n\n"
-OPENAI: Final = Protocol(error_object, event, EVENT_HEADERS, _COMMENT, b"data: [DONE]\n\n")
-RESPONSES: Final = Protocol(error_object, named_event, EVENT_HEADERS, _COMMENT)
+OPENAI: Final = Protocol(_openai_error, event, EVENT_HEADERS, _COMMENT, b"data: [DONE]\n\n")
+RESPONSES: Final = Protocol(_openai_error, named_event, EVENT_HEADERS, _COMMENT)
 
 
 class ProtocolRoute(Route):

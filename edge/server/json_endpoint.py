@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Final, TypeAlias
@@ -125,3 +125,14 @@ class JsonRoute(ProtocolRoute):
             if len(body) >= _LARGE_BODY:
                 trim_heap()
         return result if isinstance(result, Response) else JsonResponse(result)
+
+
+def json_routes(
+    settings: ServerSettings,
+    table: Iterable[tuple[str, str, Handler]],
+    *,
+    slow: bool = False,
+    protocol: Protocol = OPENAI,
+) -> list[ProtocolRoute]:
+    """Routes of methods, paths and handlers; other arguments as for `JsonRoute`."""
+    return [JsonRoute(settings, *row, slow=slow, protocol=protocol) for row in table]

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InputError
 from .http_messages import RETRY_AFTER_S
-from .http_protocol import RefusedError, encode_json, error_object
+from .http_protocol import OPENAI, RefusedError, encode_json
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _TWICE_S: Final = 0.3
@@ -220,7 +220,7 @@ class GuardedConnection(H11Protocol):
 
     def _respond(self, refusal: RefusedError, headers: str = "") -> None:
         """Write an error without the application, and close the connection."""
-        body = encode_json(error_object(refusal))
+        body = encode_json(OPENAI.error(refusal))
         head = (
             f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n{headers}connection: close\r\n\r\n"

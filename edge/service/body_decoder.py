@@ -83,7 +83,20 @@ _NAMES: Final[tuple[tuple[type, str], ...]] = (
 
 
 class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a body, which has only the fields that are declared."""
+    """A body or a part of one, which has only the fields that are declared."""
+
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> Any:
+        """What a body asks for: UTF-8 JSON, or the parsed object; errors as for `decode_body` and `request`."""
+        return decode_body(body, cls).request()
+
+    def request(self) -> Any:
+        """What is asked for; the body itself where its fields say it all.
+
+        Raises:
+            RequestError: fields do not fit together, or a value cannot be used; the error has the path of the field.
+        """
+        return self
 
 
 def about(text: str, *values: Any) -> msgspec.Meta:

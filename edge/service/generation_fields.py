@@ -149,6 +149,43 @@ class RequestFields(SamplingFields, kw_only=True):
         about("Extension. Accepted up to the model's context, which is always used; more is refused."),
     ] = None
 
+    def generation(
+        self,
+        prompts: Sequence[Prompt | tuple[int, ...]],
+        others: Mapping[str, Any],
+        *,
+        effort: str | None = None,
+        stream_options: StreamOptions | None = None,
+        repeated: Mapping[str, Any] | None = None,
+    ) -> GenerationRequest:
+        """The request of a body.
+
+        Args:
+            prompts: what is answered.
+            others: options by their name that are not fields, or have another form there; None for those not given.
+            effort: how much the model thinks, as a `ReasoningEffort`.
+            stream_options: what a stream contains besides the answer.
+            repeated: fields that the response object repeats.
+
+        Raises:
+            RequestError: an option cannot be used, or there are options for a stream, and no stream is wanted.
+        """
+        variables = template_variables(getattr(self, "chat_template_kwargs", None), effort)
+        options = generate_options(self, {"template_variables": variables, **others})
+        if stream_options is not None and not self.stream:
+            hint = "set stream to true, or leave stream_options out"
+            raise invalid("stream_options", "stream_options are given without stream", hint)
+        return GenerationRequest(
+            model=self.model,
+            prompts=prompts,
+            options=options,
+            stream=bool(self.stream),
+            include_usage=bool(stream_options and stream_options.include_usage),
+            num_ctx=self.num_ctx,
+            keep_s=keep_seconds(self.keep_alive),
+            repeated=repeated or {},
+        )
+
 
 class ConversationFields(RequestFields, kw_only=True):
     """Fields of requests with a conversation."""
@@ -295,41 +332,6 @@ def _strategies(given: Sequence[Mapping[str, Any]] | None) -> list[Strategy]:
         except InputError as error:
             raise invalid(field, f"{field}: {error.what}", error.hint) from error
     return found
-
-
-def generation_request(
-    fields: RequestFields,
-    prompts: Sequence[Prompt | tuple[int, ...]],
-    others: Mapping[str, Any],
-    stream_options: StreamOptions | None = None,
-    repeated: Mapping[str, Any] | None = None,
-) -> GenerationRequest:
-    """The request of a body.
-
-    Args:
-        fields: the body.
-        prompts: what is answered.
-        others: further options by their name; None for options that were not given.
-        stream_options: what a stream contains besides the answer.
-        repeated: fields that the response object repeats.
-
-    Raises:
-        RequestError: an option cannot be used, or there are options for a stream, and no stream is wanted.
-    """
-    options = generate_options(fields, others)
-    if stream_options is not None and not fields.stream:
-        hint = "set stream to true, or leave stream_options out"
-        raise invalid("stream_options", "stream_options are given without stream", hint)
-    return GenerationRequest(
-        model=fields.model,
-        prompts=prompts,
-        options=options,
-        stream=bool(fields.stream),
-        include_usage=bool(stream_options and stream_options.include_usage),
-        num_ctx=fields.num_ctx,
-        keep_s=keep_seconds(fields.keep_alive),
-        repeated=repeated or {},
-    )
 
 
 def keep_seconds(keep_alive: str | float | None) -> float | None:

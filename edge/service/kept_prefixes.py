@@ -13,7 +13,7 @@ from ...models.user_text import read_text
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from .request_error import RequestError
-from .text_bodies import parse_chat
+from .text_bodies import ChatBody
 
 _log: Final = logging.getLogger("edgerun")
 _HINT: Final = "give a text file with a system message, or a .json file with the body of a chat completion"
@@ -40,7 +40,7 @@ class KeptPrefix:
         if path.suffix.lower() != ".json":
             return cls(path, [{"role": "system", "content": text}], GenerateOptions())
         try:
-            request = parse_chat(text)
+            request = ChatBody.parse(text)
         except RequestError as error:
             raise InputError(f"{path} is not the body of a chat completion: {error.what}", error.hint) from None
         options = GenerateOptions(tools=request.options.tools, template_variables=request.options.template_variables)

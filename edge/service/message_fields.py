@@ -133,28 +133,26 @@ def conversation(messages: Sequence[AnyMessage]) -> list[Message]:
     Raises:
         RequestError: there are none or too many, or fields of a message do not fit together.
     """
-    places = [f"messages[{index}]" for index in range(len(messages))]
-    return checked_messages([_as_mapping(message) for message in messages], "messages", places)
+    return checked_messages("messages", [(f"messages[{i}]", _as_mapping(each)) for i, each in enumerate(messages)])
 
 
-def checked_messages(messages: Sequence[Message], field: str, places: Sequence[str]) -> list[Message]:
+def checked_messages(field: str, placed: Sequence[tuple[str, Message]]) -> list[Message]:
     """Check messages as the runtime does; errors name the fields of the body that they come from.
 
     Args:
-        messages: the messages.
         field: path of the field that they come from.
-        places: paths of what each of them comes from.
+        placed: the messages, each after the path of what it comes from.
 
     Raises:
         RequestError: there are none or too many, or fields of a message do not fit together.
     """
-    check_count(field, len(messages), MAX_MESSAGES)
+    check_count(field, len(placed), MAX_MESSAGES)
     try:
-        return template_messages(messages)
+        return template_messages([message for _, message in placed])
     except InputError as error:
         what, param = error.what, field
         if found := _PLACE.match(what):
-            param = f"{places[int(found[1])]}{found[2]}"
+            param = f"{placed[int(found[1])][0]}{found[2]}"
             what = f"{param}{what[found.end() :]}"
         raise invalid(param, what, error.hint) from error
 
@@ -169,6 +167,14 @@ def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     if isinstance(parts := fields.get("content"), list):
         fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
     return fields
+
+
+def function_tools(functions: Sequence[Any] | None) -> tuple[dict[str, Any], ...]:
+    """Tools of functions with a `name`, a `description` and `parameters`; otherwise as `tool_mappings`."""
+    check_count("tools", len(functions or ()), MAX_TOOLS)
+    found = ({name: getattr(each, name) for name in ("name", "description", "parameters")} for each in functions or ())
+    given = ({name: value for name, value in each.items() if value is not None} for each in found)
+    return tuple({"type": "function", "function": each} for each in given)
 
 
 def tool_mappings(tools: Sequence[FunctionTool] | None) -> tuple[dict[str, Any], ...]:

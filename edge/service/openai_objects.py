@@ -128,14 +128,14 @@ def embedding_list(
 
 
 class GenerationObjects(ABC):
-    """The objects of one response to a request for generated text, in one of OpenAI's APIs.
+    """The objects of one response to a request for generated text.
 
     Args:
         request: what was asked for.
         model: name of the model that answers.
     """
 
-    id_prefix: ClassVar[str]
+    id_prefix: ClassVar[str] = ""
     """What the identifier of a response begins with."""
 
     def __init__(self, request: GenerationRequest, model: str) -> None:
@@ -146,14 +146,27 @@ class GenerationObjects(ABC):
         """The objects of a stream before the first chunk."""
         return []
 
-    @abstractmethod
-    def chunk(self, chunk: Chunk, prompt_index: int = 0) -> list[dict[str, Any]]:
+    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
         """The objects to send for one chunk of the stream, in order; there may be none.
+
+        These are the ones of a response with one answer; other responses have a method of their own.
 
         Args:
             chunk: a piece of an answer.
-            prompt_index: which prompt of the request it answers; the answers may come in any order.
+            _prompt_index: which prompt of the request it answers; the answers may come in any order.
         """
+        objects = list(self.pieces(chunk))
+        if chunk.finish_reason is not None and chunk.stats is not None:
+            objects += self.ended(Reply("", chunk.finish_reason, chunk.stats))
+        return objects
+
+    def pieces(self, _chunk: Chunk) -> Iterable[dict[str, Any]]:
+        """The objects of what a chunk adds to the answer."""
+        return ()
+
+    def ended(self, reply: Reply) -> Iterable[dict[str, Any]]:
+        """The last objects of a stream; `reply` is the answer without what was sent of it."""
+        return [self.whole(reply)]
 
     @abstractmethod
     def whole(self, *replies: Reply) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from ...runtime.decode import FinishReason
-from ...runtime.result import Chunk, Reply, Stats
+from ...runtime.result import Chunk, Reply
 from ...runtime.tools.calls import ToolCall, joined_calls
 from .generation_fields import GenerationRequest
 from .openai_objects import GenerationObjects, logprob_object, new_id
@@ -63,8 +63,8 @@ class ResponseObjects(GenerationObjects):
             self._event("response.in_progress", response=response),
         ]
 
-    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The events of one chunk of the stream, in order; there may be none."""
+    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The events of what a chunk adds to the answer; there may be none."""
         events: list[dict[str, Any]] = []
         if chunk.reasoning:
             events += self._write("reasoning", chunk.reasoning)
@@ -73,14 +73,15 @@ class ResponseObjects(GenerationObjects):
         for call in joined_calls(chunk.tool_calls):
             events += self._close("completed")
             events += self._call_events(call)
-        if chunk.finish_reason is not None and chunk.stats is not None:
-            status = _STATUS[chunk.finish_reason]
-            if self._kind is None and not {"message", "function_call"} & {item["type"] for item in self._items}:
-                events += self._open("message")
-            events += self._close(status)
-            response = self._ended(self._items, chunk.finish_reason, chunk.stats)
-            events.append(self._event(f"response.{status}", response=response))
         return events
+
+    def ended(self, reply: Reply) -> list[dict[str, Any]]:
+        """The last events of a stream."""
+        status, events = _STATUS[reply.finish_reason], []
+        if self._kind is None and not {"message", "function_call"} & {item["type"] for item in self._items}:
+            events = self._open("message")
+        events += self._close(status)
+        return [*events, self._event(f"response.{status}", response=self._complete(self._items, reply))]
 
     def failed(self, error: RequestError) -> list[dict[str, Any]]:
         """The last event of a stream that fails."""
@@ -98,7 +99,7 @@ class ResponseObjects(GenerationObjects):
             part = _part("message", reply.text, [logprob_object(token) for token in reply.logprobs])
             items.append(_item("message", new_id("msg_"), status, [part]))
         items += [_call(new_id("fc_"), call, "completed") for call in reply.tool_calls]
-        return self._ended(items, reply.finish_reason, reply.stats)
+        return self._complete(items, reply)
 
     def _write(self, kind: str, text: str, tokens: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """The events of a piece of a message or of reasoning."""
@@ -147,11 +148,12 @@ class ResponseObjects(GenerationObjects):
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
-    def _ended(self, items: list[dict[str, Any]], reason: FinishReason, stats: Stats) -> dict[str, Any]:
-        status = _STATUS[reason]
+    def _complete(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
+        """A response with the items of an answer."""
+        stats = reply.stats
         return {
-            **self._response(status),
-            "incomplete_details": _INCOMPLETE.get(reason),
+            **self._response(_STATUS[reply.finish_reason]),
+            "incomplete_details": _INCOMPLETE.get(reply.finish_reason),
             "output": items,
             "usage": {
                 "input_tokens": stats.prompt_tokens,

@@ -16,13 +16,10 @@ from .generation_fields import (
     PositiveInt,
     ReasoningEffort,
     Verbosity,
-    generation_request,
-    template_variables,
     wanted_logprobs,
 )
 from .message_fields import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     CacheBreakpoint,
     FlatJsonSchemaFormat,
     FunctionDefinition,
@@ -30,6 +27,7 @@ from .message_fields import (
     TextFormat,
     check_count,
     checked_messages,
+    function_tools,
     response_format,
 )
 from .request_error import invalid
@@ -168,25 +166,21 @@ class ResponsesBody(ConversationFields, kw_only=True):
     moderation: Annotated[None, about("Not supported.")] = None
     prompt: Annotated[None, about("Not supported: templates of prompts are not stored, send input.")] = None
 
+    @classmethod
+    def parse(cls, body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
+        """What a body asks for, in which the type of messages may be left out; errors as for other bodies."""
+        return decode_fields(_with_item_types(read_object(body)), cls).request()
 
-def parse_response(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
-    """Decode the body of a response; arguments and errors as for `parse_chat`."""
-    fields = decode_fields(_with_item_types(read_object(body)), ResponsesBody)
-    check_count("tools", len(fields.tools or ()), MAX_TOOLS)
-    included, reasoning = fields.include or (), fields.reasoning or Reasoning()
-    shown_tools = fields.tools if fields.tools and fields.tool_choice != "none" else ()
-    return generation_request(
-        fields,
-        (_conversation(fields),),
-        {
-            "logprobs": wanted_logprobs(fields.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
-            "max_tokens": fields.max_output_tokens,
-            "tools": tuple({"type": "function", "function": _function(tool)} for tool in shown_tools),
-            "template_variables": template_variables(fields.chat_template_kwargs, reasoning.effort),
-            "response_format": response_format(fields, None if fields.text is None else fields.text.format),
-        },
-        repeated=_repeated(fields),
-    )
+    def request(self) -> GenerationRequest:
+        """The Responses API, for text; nothing is stored."""
+        tools, included, reasoning = function_tools(self.tools), self.include or (), self.reasoning or Reasoning()
+        others = {
+            "logprobs": wanted_logprobs(self.top_logprobs, f"include {_LOGPROBS}", wanted=_LOGPROBS in included),
+            "max_tokens": self.max_output_tokens,
+            "tools": tools if self.tool_choice != "none" else (),
+            "response_format": response_format(self, None if self.text is None else self.text.format),
+        }
+        return self.generation((_conversation(self),), others, effort=reasoning.effort, repeated=_repeated(self))
 
 
 def _with_item_types(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -207,12 +201,10 @@ def _conversation(fields: ResponsesBody) -> Sequence[Mapping[str, Any]]:
     Raises:
         RequestError: there are none or too many, or fields of one do not fit together.
     """
-    messages: list[dict[str, Any]] = []
-    places: list[str] = []
+    placed: list[tuple[str, dict[str, Any]]] = []
     reasoning = ""
     if fields.instructions is not None:
-        messages.append({"role": "system", "content": fields.instructions})
-        places.append("instructions")
+        placed.append(("instructions", {"role": "system", "content": fields.instructions}))
     items = [MessageItem(role="user", content=fields.input)] if isinstance(fields.input, str) else fields.input
     check_count("input", len(items), MAX_MESSAGES)
     if not items:
@@ -221,16 +213,16 @@ def _conversation(fields: ResponsesBody) -> Sequence[Mapping[str, Any]]:
         if isinstance(item, ReasoningItem):
             reasoning += "".join(part.text for part in item.content or ())
             continue
-        if isinstance(item, CallItem) and messages and messages[-1]["role"] == "assistant" and not reasoning:
+        if isinstance(item, CallItem) and placed and placed[-1][1]["role"] == "assistant" and not reasoning:
             # What the assistant says and calls in one turn is one message.
-            messages[-1].setdefault("tool_calls", []).append(_chat_call(item))
+            placed[-1][1].setdefault("tool_calls", []).append(_chat_call(item))
             continue
-        messages.append(_chat_message(item))
-        if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = reasoning
+        message = _chat_message(item)
+        if reasoning and message["role"] == "assistant":
+            message["reasoning_content"] = reasoning
         reasoning = ""
-        places.append("input" if isinstance(fields.input, str) else f"input[{index}]")
-    return checked_messages(messages, "input", places)
+        placed.append(("input" if isinstance(fields.input, str) else f"input[{index}]", message))
+    return checked_messages("input", placed)
 
 
 def _chat_message(item: MessageItem | CallItem | CallOutputItem) -> dict[str, Any]:
@@ -247,12 +239,6 @@ def _chat_content(content: ResponseContent) -> str | list[dict[str, str]]:
 
 def _chat_call(item: CallItem) -> dict[str, Any]:
     return {"type": "function", "id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-
-
-def _function(tool: ResponseTool) -> dict[str, Any]:
-    """The function of a tool as chat templates read it."""
-    function = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
-    return {name: value for name, value in function.items() if value is not None}
 
 
 _REPEATED: Final = (

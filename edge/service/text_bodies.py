@@ -12,7 +12,7 @@ from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.text.chat_template import Message
-from .body_decoder import StrictStruct, about, decode_body
+from .body_decoder import StrictStruct, about
 from .generation_fields import (
     Alternatives,
     BestOfField,
@@ -28,10 +28,8 @@ from .generation_fields import (
     Verbosity,
     check_option,
     check_token_ids,
-    generation_request,
     option_meta,
     same,
-    template_variables,
     wanted_logprobs,
 )
 from .message_fields import AnyMessage, FunctionTool, check_count, conversation, tool_mappings
@@ -119,58 +117,43 @@ class ChatBody(ConversationFields, kw_only=True):
     moderation: Annotated[None, about("Not supported.")] = None
     web_search_options: Annotated[None, about("Not supported: edge-run does not search the web.")] = None
 
-
-def parse_chat(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
-    """Decode the body of a chat completion.
-
-    Args:
-        body: UTF-8 JSON, or the parsed object.
-
-    Raises:
-        RequestError: the body is not valid JSON or not a valid chat body; the error has the path of the field.
-    """
-    fields = decode_body(body, ChatBody)
-    tools = tool_mappings(fields.tools)
-    messages, answer_start = _continued(fields, conversation(fields.messages))
-    return generation_request(
-        fields,
-        (messages,),
-        {
-            "logprobs": wanted_logprobs(fields.top_logprobs, "logprobs", wanted=bool(fields.logprobs)),
-            "max_tokens": same(fields, "max_tokens", "max_completion_tokens"),
-            "tools": tools if fields.tool_choice != "none" else (),
-            "template_variables": template_variables(fields.chat_template_kwargs, fields.reasoning_effort),
+    def request(self) -> GenerationRequest:
+        """The next message of a conversation."""
+        tools = tool_mappings(self.tools)
+        messages, answer_start = self._continued(conversation(self.messages))
+        others = {
+            "logprobs": wanted_logprobs(self.top_logprobs, "logprobs", wanted=bool(self.logprobs)),
+            "max_tokens": same(self, "max_tokens", "max_completion_tokens"),
+            "tools": tools if self.tool_choice != "none" else (),
             "answer_start": answer_start,
-        },
-        fields.stream_options,
-    )
+        }
+        return self.generation((messages,), others, effort=self.reasoning_effort, stream_options=self.stream_options)
 
+    def _continued(self, messages: list[Message]) -> tuple[list[Message], str]:
+        """The messages without the one that the answer continues, and the text of that one; empty if there is none.
 
-def _continued(fields: ChatBody, messages: list[Message]) -> tuple[list[Message], str]:
-    """The messages without the one that the answer continues, and the text of that one; empty if there is none.
-
-    Raises:
-        RequestError: the last message cannot be continued, or the fields that say so contradict each other.
-    """
-    continues = bool(fields.continue_final_message)
-    if fields.add_generation_prompt == continues:
-        both = "add_generation_prompt and continue_final_message are both true"
-        raise invalid(
-            "add_generation_prompt",
-            both if continues else "add_generation_prompt is false without continue_final_message",
-            "an answer either follows the last message or continues it: leave add_generation_prompt out",
-        )
-    if not continues:
-        return messages, ""
-    *others, last = messages
-    if not others or last["role"] != "assistant" or set(last) != {"role", "content"} or not last["content"]:
-        param = f"messages[{len(others)}]"
-        raise invalid(
-            param,
-            f"continue_final_message is true, but {param} is not an answer that can go on",
-            "the last message must be the assistant's, with a text and nothing else, and follow another message",
-        )
-    return others, last["content"]
+        Raises:
+            RequestError: the last message cannot be continued, or the fields that say so contradict each other.
+        """
+        continues = bool(self.continue_final_message)
+        if self.add_generation_prompt == continues:
+            both = "add_generation_prompt and continue_final_message are both true"
+            raise invalid(
+                "add_generation_prompt",
+                both if continues else "add_generation_prompt is false without continue_final_message",
+                "an answer either follows the last message or continues it: leave add_generation_prompt out",
+            )
+        if not continues:
+            return messages, ""
+        *others, last = messages
+        if not others or last["role"] != "assistant" or set(last) != {"role", "content"} or not last["content"]:
+            param = f"messages[{len(others)}]"
+            raise invalid(
+                param,
+                f"continue_final_message is true, but {param} is not an answer that can go on",
+                "the last message must be the assistant's, with a text and nothing else, and follow another message",
+            )
+        return others, last["content"]
 
 
 class OtherFile(StrictStruct):
@@ -215,16 +198,14 @@ class CompletionBody(RequestFields, kw_only=True):
     extra: Annotated[list[OtherFile] | None, option_meta("extra", extension=True)] = None
     document: Annotated[str | None, option_meta("document", extension=True)] = None
 
-
-def parse_completion(body: bytes | str | Mapping[str, Any]) -> GenerationRequest:
-    """Decode the body of text completions; arguments and errors as for `parse_chat`."""
-    fields = decode_body(body, CompletionBody)
-    max_tokens = _DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
-    others = {"max_tokens": max_tokens, "logprobs": fields.logprobs, "raw": True, "branch": fields.suffix is not None}
-    prompts = ("",) if fields.prompt == "" and fields.suffix is not None else texts_or_ids("prompt", fields.prompt)
-    if fields.suffix is not None and not isinstance(prompts[0], str):
-        raise invalid("suffix", "suffix is given with token ids", "give the prompt as text, or leave suffix out")
-    return generation_request(fields, prompts, others | file_options(fields.extra), fields.stream_options)
+    def request(self) -> GenerationRequest:
+        """The continuation of a text, or of token ids; several prompts are answered one after the other."""
+        max_tokens, fills = _DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens, self.suffix is not None
+        others = {"max_tokens": max_tokens, "logprobs": self.logprobs, "raw": True, "branch": fills}
+        prompts = ("",) if self.prompt == "" and fills else texts_or_ids("prompt", self.prompt)
+        if fills and not isinstance(prompts[0], str):
+            raise invalid("suffix", "suffix is given with token ids", "give the prompt as text, or leave suffix out")
+        return self.generation(prompts, others | file_options(self.extra), stream_options=self.stream_options)
 
 
 class EmbeddingBody(StrictStruct):
@@ -238,12 +219,10 @@ class EmbeddingBody(StrictStruct):
     dimensions: Annotated[PositiveInt | None, about("The model's own number: vectors are not shortened.")] = None
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
 
-    @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> EmbeddingBody:
-        """Decode a body; arguments and errors as for `parse_chat`."""
-        fields = decode_body(body, cls)
-        texts_or_ids("input", fields.input)
-        return fields
+    def request(self) -> EmbeddingBody:
+        """The body, whose texts are checked."""
+        texts_or_ids("input", self.input)
+        return self
 
     def check_dimensions(self, length: int) -> None:
         """Check that vectors of this length are what the request asks for.
@@ -257,30 +236,6 @@ class EmbeddingBody(StrictStruct):
                 f"dimensions is {self.dimensions}, and this model's vectors have {length}",
                 "vectors are not shortened: leave dimensions out",
             )
-
-
-class TokenizeBody(StrictStruct):
-    """Body of a request for token ids."""
-
-    content: Annotated[str | None, about("The text, as llama.cpp names it.")] = None
-    prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
-    messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
-    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
-    add_special: Annotated[
-        bool | None, about("Whether a text begins with the model's special tokens; not by default.")
-    ] = None
-    add_special_tokens: Annotated[bool | None, about("Another name of add_special.")] = None
-    with_pieces: Annotated[bool | None, about("Whether to return the text of each token too.")] = None
-    return_token_strs: Annotated[bool | None, about("Another name of with_pieces.")] = None
-    tools: Annotated[list[FunctionTool] | None, about("Functions, for the chat template.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
-
-
-class DetokenizeBody(StrictStruct):
-    """Body of a request for the text of token ids."""
-
-    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], about("Token ids.")]
-    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
 
 
 @dataclass(frozen=True)
@@ -305,23 +260,45 @@ class TokenizeRequest:
             return engine.tokenizer.encode(self.prompt, add_special_tokens=self.add_special)
         return engine.chat_prompt(self.prompt, self.options).ids
 
-    @classmethod
-    def parse(cls, body: bytes | str | Mapping[str, Any]) -> TokenizeRequest:
-        """Decode a body; arguments and errors as for `parse_chat`."""
-        fields = decode_body(body, TokenizeBody)
-        text = same(fields, "content", "prompt")
-        if (text is None) == (fields.messages is None):
+
+class TokenizeBody(StrictStruct):
+    """Body of a request for token ids."""
+
+    content: Annotated[str | None, about("The text, as llama.cpp names it.")] = None
+    prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
+    messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
+    add_special: Annotated[
+        bool | None, about("Whether a text begins with the model's special tokens; not by default.")
+    ] = None
+    add_special_tokens: Annotated[bool | None, about("Another name of add_special.")] = None
+    with_pieces: Annotated[bool | None, about("Whether to return the text of each token too.")] = None
+    return_token_strs: Annotated[bool | None, about("Another name of with_pieces.")] = None
+    tools: Annotated[list[FunctionTool] | None, about("Functions, for the chat template.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
+
+    def request(self) -> TokenizeRequest:
+        """The text or the conversation."""
+        text = same(self, "content", "prompt")
+        if (text is None) == (self.messages is None):
             raise RequestError(
                 "there is neither a text nor messages" if text is None else "there are a text and messages",
                 "give content, or messages",
                 code=ErrorCode.MISSING_FIELD if text is None else ErrorCode.INVALID_VALUE,
                 param="content",
             )
-        check_option("template_variables", fields.chat_template_kwargs, "chat_template_kwargs")
-        return cls(
-            model=fields.model,
-            prompt=text if fields.messages is None else conversation(fields.messages),
-            options=GenerateOptions(tools=tool_mappings(fields.tools), template_variables=fields.chat_template_kwargs),
-            add_special=bool(same(fields, "add_special", "add_special_tokens")),
-            with_pieces=bool(same(fields, "with_pieces", "return_token_strs")),
+        check_option("template_variables", self.chat_template_kwargs, "chat_template_kwargs")
+        return TokenizeRequest(
+            model=self.model,
+            prompt=text if self.messages is None else conversation(self.messages),
+            options=GenerateOptions(tools=tool_mappings(self.tools), template_variables=self.chat_template_kwargs),
+            add_special=bool(same(self, "add_special", "add_special_tokens")),
+            with_pieces=bool(same(self, "with_pieces", "return_token_strs")),
         )
+
+
+class DetokenizeBody(StrictStruct):
+    """Body of a request for the text of token ids."""
+
+    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], about("Token ids.")]
+    model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None

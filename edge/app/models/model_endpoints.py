@@ -13,7 +13,7 @@ from ....errors import InputError
 from ....models.hub.client import search_models
 from ...conversations.answering import model_messages
 from ...conversations.records import Role
-from ...server.json_endpoint import Handler, JsonRoute
+from ...server.json_endpoint import Handler, JsonRoute, json_routes
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
@@ -135,5 +135,5 @@ def model_routes(services: ModelServices) -> list[Route]:
         ("POST", "/api/exactness/cancel", services.exactness.cancel),
     ]
     settings = services.context.settings
-    routes = [JsonRoute(settings, method, path, handler) for method, path, handler in paths]
-    return [*routes, JsonRoute(settings, "GET", "/api/models/search", services.search, slow=True)]
+    search = JsonRoute(settings, "GET", "/api/models/search", services.search, slow=True)
+    return [*json_routes(settings, paths), search]

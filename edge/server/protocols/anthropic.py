@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ....errors import EdgeError
 from ....runtime.engine import Engine
 from ....runtime.result import Chunk, Reply, Stats
 from ....runtime.scheduling.request_run import Cancellation
-from ....runtime.tools.calls import ToolCall, joined_calls
-from ...service.body_decoder import StrictStruct, about, decode_body
-from ...service.generation_fields import (
-    GenerationRequest,
-    RequestFields,
-    TokenLimit,
-    generation_request,
-    template_variables,
-)
-from ...service.message_fields import (
-    FlatJsonSchemaFormat,
-    FunctionDefinition,
-    FunctionTool,
-    checked_messages,
-    tool_mappings,
-)
+from ....runtime.tools.calls import ToolCall, assistant_message, joined_calls
+from ...service.body_decoder import StrictStruct, about
+from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit
+from ...service.message_fields import FlatJsonSchemaFormat, checked_messages, function_tools
 from ...service.openai_objects import GenerationObjects
-from ..endpoints import Endpoint, RequestService, generating_route
-from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, error_object, named_event
+from ..endpoints import RequestService, generating_route, object_route
+from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, named_event
 
+_Kind = TypeVar("_Kind")
 NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
-_ERROR_TYPES: Final = {"server_error": "api_error"}
-"""Types of errors whose name differs from OpenAI's."""
-_CHOICES: Final[Mapping[str, Any]] = {"auto": "auto", "any": "required", "none": "none"}
-_DELTAS: Final = {"text": "text", "thinking": "thinking", "input_json": "partial_json"}
-"""The field of a delta, by the type of the delta."""
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING: Final = {"type": "thinking", "thinking": "", "signature": ""}
+_TEXT: Final = {"type": "text", "text": ""}
+_DELTAS: Final = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
+"""The field of the deltas of a block, by its type."""
 
 
-def _error(error: EdgeError) -> dict[str, Any]:
-    described = error_object(error)["error"]
-    kind = _ERROR_TYPES.get(described["type"], described["type"])
-    return {"type": "error", "error": {"type": kind, "message": described["message"]}}
+def _error(_status: HTTPStatus, error: dict[str, Any]) -> dict[str, Any]:
+    kind = error["type"].replace("server_error", "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
 ANTHROPIC: Final = Protocol(_error, named_event, EVENT_HEADERS, named_event({"type": "ping"}))
 
 
 class _Block(StrictStruct, kw_only=True, tag_field="type"):
-    cache_control: Annotated[
-        dict[str, Any] | None, about("Accepted; the prefix cache finds what it can reuse by itself.")
-    ] = None
+    cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(_Block, tag="text"):
@@ -85,38 +71,32 @@ class ToolResultBlock(_Block, tag="tool_result"):
     is_error: bool | None = None
 
 
-Blocks: TypeAlias = str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
-
-
 class AnthropicMessage(StrictStruct):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
     def mappings(self) -> Iterator[dict[str, Any]]:
         """The messages as the runtime takes them: results of calls are messages of their own, before the text."""
         blocks = [TextBlock(text=self.content)] if isinstance(self.content, str) else self.content
-        for block in blocks:
-            if isinstance(block, ToolResultBlock):
-                yield {"role": "tool", "content": _text(block.content or ""), "tool_call_id": block.tool_use_id}
-        texts = [block for block in blocks if isinstance(block, TextBlock)]
-        thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        calls = [
-            ToolCall(block.id, block.name, encode_json(block.input).decode()).message
-            for block in blocks
-            if isinstance(block, ToolUseBlock)
-        ]
-        optional = {"reasoning_content": thoughts or None, "tool_calls": calls or None}
-        if texts or calls or thoughts or not blocks:
-            yield {"role": self.role, "content": _text(texts), **optional}
+
+        def of(kind: type[_Kind]) -> list[_Kind]:
+            return [block for block in blocks if isinstance(block, kind)]
+
+        for each in of(ToolResultBlock):
+            yield {"role": "tool", "content": _text(each.content or ""), "tool_call_id": each.tool_use_id}
+        thoughts = "".join(each.thinking for each in of(ThinkingBlock))
+        calls = [ToolCall(each.id, each.name, encode_json(each.input).decode()) for each in of(ToolUseBlock)]
+        if of(TextBlock) or calls or thoughts or not blocks:
+            yield assistant_message(_text(of(TextBlock)), thoughts, calls) | {"role": self.role}
 
 
-class AnthropicTool(StrictStruct):
+class AnthropicTool(StrictStruct, rename={"parameters": "input_schema"}):
     """A tool that the model may call."""
 
     name: str
-    input_schema: dict[str, Any]
+    parameters: dict[str, Any]
     description: str | None = None
     type: Annotated[str | None, about("Tools of the server's own are not supported.", "custom")] = None
     cache_control: dict[str, Any] | None = None
@@ -170,35 +150,25 @@ class MessagesBody(RequestFields, kw_only=True):
     container: Annotated[None, about("Not supported: there are no tools of the server's own.")] = None
     mcp_servers: Annotated[None, about("Not supported: the program calls tools itself.")] = None
 
-
-def parse_messages(body: bytes) -> GenerationRequest:
-    """Decode a body; errors as for OpenAI's."""
-    fields = decode_body(body, MessagesBody)
-    tools = [
-        FunctionTool(FunctionDefinition(each.name, each.description, each.input_schema)) for each in fields.tools or ()
-    ]
-    system = [] if fields.system is None else [("system", {"role": "system", "content": _text(fields.system)})]
-    placed = system + [(f"messages[{i}]", each) for i, said in enumerate(fields.messages) for each in said.mappings()]
-    messages = checked_messages([each for _, each in placed], "messages", [place for place, _ in placed])
-    continues = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    start = messages.pop()["content"] if continues else ""
-    choice, output = fields.tool_choice or ToolChoice("auto"), fields.output_config or OutputConfig()
-    effort = output.effort or ("medium" if fields.thinking else None)
-    if fields.thinking is not None and fields.thinking.type == "disabled":
-        effort = "none"
-    if output.format is not None:
-        fields = msgspec.structs.replace(fields, json_schema=output.format.schema)
-    others = {
-        "max_tokens": fields.max_tokens,
-        "answer_start": start,
-        "system": None,
-        "stop": fields.stop_sequences,
-        "tools": tool_mappings(tools) if choice.type != "none" else (),
-        "tool_choice": _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}}),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
-        "template_variables": template_variables(None, effort),
-    }
-    return generation_request(fields, (messages,), others)
+    def request(self) -> GenerationRequest:
+        """The next message, in Anthropic's API."""
+        system = [] if self.system is None else [("system", {"role": "system", "content": _text(self.system)})]
+        said = [(f"messages[{i}]", each) for i, message in enumerate(self.messages) for each in message.mappings()]
+        messages = checked_messages("messages", system + said)
+        continues = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        choice, output = self.tool_choice or ToolChoice("auto"), self.output_config or OutputConfig()
+        thinking = self.thinking and self.thinking.type
+        others = {
+            "answer_start": messages.pop()["content"] if continues else "",
+            "system": None,
+            "stop": self.stop_sequences,
+            "tools": function_tools(self.tools) if choice.type != "none" else (),
+            "tool_choice": _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}}),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        }
+        effort = "none" if thinking == "disabled" else output.effort or ("medium" if thinking else None)
+        fields = self if output.format is None else msgspec.structs.replace(self, json_schema=output.format.schema)
+        return fields.generation((messages,), others, effort=effort)
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -212,92 +182,80 @@ class MessageObjects(GenerationObjects):
 
     def __init__(self, request: GenerationRequest, model: str) -> None:
         super().__init__(request, model)
-        self._block: dict[str, Any] | None = None
-        """The block that is being written."""
-        self._blocks = 0
-        self._called = False
+        self._head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": model}
+        self._types: list[str] = []
+        """Types of the blocks of a stream so far, of which the last one is being written."""
 
     def started(self) -> list[dict[str, Any]]:
         """The event before the first chunk; the number of input tokens comes with the last one."""
-        return [{"type": "message_start", "message": self._message([], None, None)}]
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(Stats())}
+        return [{"type": "message_start", "message": {**self._head, **begun}}]
 
-    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The events of one chunk of the stream."""
-        events: list[dict[str, Any]] = []
+    def pieces(self, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        """The events of what a chunk adds to the message."""
         if chunk.reasoning:
-            events += self._write("thinking", {"type": "thinking", "thinking": "", "signature": ""}, chunk.reasoning)
+            yield from self._written(_THINKING, chunk.reasoning)
         if chunk.text:
-            events += self._write("text", {"type": "text", "text": ""}, chunk.text)
+            yield from self._written(_TEXT, chunk.text)
         for call in joined_calls(chunk.tool_calls):
-            self._called = True
-            events += [*self._close(), *self._write("input_json", _call(call.id, call.name, {}), call.arguments)]
-        if chunk.finish_reason is not None and chunk.stats is not None:
-            reason = _stop_reason(chunk.finish_reason.value, chunk.stats, called=self._called)
-            last = {"type": "message_delta", "delta": reason, "usage": _usage(chunk.stats)}
-            events += [*self._close(), last, {"type": "message_stop"}]
-        return events
+            yield from self._written(_tool_use(call, {}), call.arguments)
+
+    def _written(self, block: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
+        """The events of a piece of a block, which begins with it unless one of its type is being written."""
+        if self._types[-1:] != [block["type"]] or block["type"] == "tool_use":
+            yield from self._closed()
+            yield {"type": "content_block_start", "index": len(self._types), "content_block": block}
+            self._types.append(block["type"])
+        field = _DELTAS[block["type"]]
+        delta = {"type": "input_json_delta" if field == "partial_json" else f"{field}_delta", field: text}
+        yield {"type": "content_block_delta", "index": len(self._types) - 1, "delta": delta}
+
+    def _closed(self) -> Iterator[dict[str, Any]]:
+        if self._types:
+            yield {"type": "content_block_stop", "index": len(self._types) - 1}
+
+    def ended(self, reply: Reply) -> Iterator[dict[str, Any]]:
+        """The last events of a stream."""
+        yield from self._closed()
+        reason = _stop_reason(reply, called="tool_use" in self._types)
+        yield {"type": "message_delta", "delta": reason, "usage": _usage(reply.stats)}
+        yield {"type": "message_stop"}
 
     def whole(self, *replies: Reply) -> dict[str, Any]:
         """The object of the whole message."""
         (reply,) = replies
-        thought = [{"type": "thinking", "thinking": reply.reasoning, "signature": ""}] if reply.reasoning else []
-        text = [{"type": "text", "text": reply.text}] if reply.text or not reply.tool_calls else []
-        calls = [_call(call.id, call.name, call.values) for call in reply.tool_calls]
-        reason = _stop_reason(reply.finish_reason.value, reply.stats, called=bool(calls))
-        return self._message([*thought, *text, *calls], reason, reply.stats)
-
-    def _message(
-        self, content: list[dict[str, Any]], reason: Mapping[str, Any] | None, stats: Stats | None
-    ) -> dict[str, Any]:
-        head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
-        ended = reason or {"stop_reason": None, "stop_sequence": None}
-        return {**head, "content": content, **ended, "usage": _usage(stats or Stats())}
-
-    def _write(self, kind: str, block: dict[str, Any], text: str) -> list[dict[str, Any]]:
-        """The events of a piece of a block, which begins if another one, or none, is being written."""
-        begun: list[dict[str, Any]] = []
-        if self._block is None or self._block["type"] != block["type"]:
-            begun = [*self._close(), {"type": "content_block_start", "index": self._blocks, "content_block": block}]
-            self._block = block
-        delta = {"type": f"{kind}_delta", _DELTAS[kind]: text}
-        return [*begun, {"type": "content_block_delta", "index": self._blocks, "delta": delta}]
-
-    def _close(self) -> list[dict[str, Any]]:
-        if self._block is None:
-            return []
-        self._block = None
-        self._blocks += 1
-        return [{"type": "content_block_stop", "index": self._blocks - 1}]
+        thought = [_THINKING | {"thinking": reply.reasoning}] if reply.reasoning else []
+        text = [_TEXT | {"text": reply.text}] if reply.text or not reply.tool_calls else []
+        calls = [_tool_use(call, call.values) for call in reply.tool_calls]
+        ended = {**_stop_reason(reply, called=bool(calls)), "usage": _usage(reply.stats)}
+        return {**self._head, "content": [*thought, *text, *calls], **ended}
 
 
-def _call(id_: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": id_, "name": name, "input": arguments}
+def _tool_use(call: ToolCall, values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": values}
 
 
-def _stop_reason(reason: str, stats: Stats, *, called: bool) -> dict[str, Any]:
-    stopped = "tool_use" if called else "stop_sequence" if stats.stop_sequence else "end_turn"
-    return {"stop_reason": stopped if reason == "stop" else "max_tokens", "stop_sequence": stats.stop_sequence or None}
+def _stop_reason(reply: Reply, *, called: bool) -> dict[str, Any]:
+    sequence = reply.stats.stop_sequence or None
+    stopped = "tool_use" if called else "stop_sequence" if sequence else "end_turn"
+    reason = stopped if reply.finish_reason == "stop" else "max_tokens"
+    return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _usage(stats: Stats) -> dict[str, Any]:
-    return {
-        "input_tokens": stats.prompt_tokens - stats.reused_tokens,
-        "cache_read_input_tokens": stats.reused_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": stats.completion_tokens,
-    }
+def _usage(stats: Stats) -> dict[str, int]:
+    cached = {"cache_read_input_tokens": stats.reused_tokens, "cache_creation_input_tokens": 0}
+    new = stats.prompt_tokens - stats.reused_tokens
+    return {"input_tokens": new, **cached, "output_tokens": stats.completion_tokens}
 
 
-def _count(request: GenerationRequest, engine: Engine, _model: str, _cancellation: Cancellation) -> Iterator[bytes]:
-    yield encode_json({"input_tokens": engine.count_tokens(request.messages, request.options)})
+def _count(request: GenerationRequest, engine: Engine, _model: str, _cancellation: Cancellation) -> dict[str, int]:
+    """The number of tokens of a conversation."""
+    return {"input_tokens": engine.count_tokens(request.messages, request.options)}
 
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    about, counted = "The next message, in Anthropic's API.", "The number of tokens of a conversation."
     return [
-        generating_route(service, ANTHROPIC, "/v1/messages", about, parse_messages, MessageObjects),
-        ProtocolRoute(
-            ANTHROPIC, "POST", "/v1/messages/count_tokens", Endpoint(service, counted, parse_messages, _count)
-        ),
+        generating_route(service, ANTHROPIC, "/v1/messages", MessagesBody, MessageObjects),
+        object_route(service, ANTHROPIC, "/v1/messages/count_tokens", MessagesBody, _count),
     ]

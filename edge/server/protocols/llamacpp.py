@@ -5,23 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Final
 
-from ....errors import EdgeError
 from ....runtime.decode import FinishReason
-from ....runtime.result import Chunk, Reply, Stats
-from ...service.body_decoder import about, decode_body
-from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit, generation_request, option_meta
+from ....runtime.result import Chunk, Reply
+from ...service.body_decoder import about
+from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit, option_meta
 from ...service.openai_objects import GenerationObjects
 from ...service.text_bodies import OtherFile, file_options
 from ..endpoints import RequestService, generating_route
-from ..http_protocol import OPENAI, Protocol, ProtocolRoute, error_object, error_status, event
+from ..http_protocol import OPENAI, Protocol, ProtocolRoute, event
 
-
-def _error(error: EdgeError) -> dict[str, Any]:
-    described = error_object(error)["error"]
-    return {"error": {"code": int(error_status(error)), "message": described["message"], "type": described["type"]}}
-
-
-LLAMACPP: Final = Protocol(_error, event, OPENAI.headers, OPENAI.silence)
+LLAMACPP: Final = Protocol(
+    lambda status, error: {"error": {"code": int(status), "message": error["message"], "type": error["type"]}},
+    event,
+    OPENAI.headers,
+    OPENAI.silence,
+)
 
 
 class InfillBody(RequestFields, kw_only=True):
@@ -44,45 +42,35 @@ class InfillBody(RequestFields, kw_only=True):
     t_max_predict_ms: Annotated[float | None, about("Accepted; n_predict bounds the text.")] = None
     t_max_prompt_ms: Annotated[float | None, about("Accepted; llama.cpp does not use it either.")] = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> GenerationRequest:
-        """Decode a body; errors as for OpenAI's."""
-        fields = decode_body(body, cls)
+    def request(self) -> GenerationRequest:
+        """The text between two texts, for editors."""
         others = {
-            "suffix": fields.input_suffix,
-            "answer_start": fields.prompt,
-            "max_tokens": 1 if fields.n_predict == 0 else fields.n_predict,
-            "temperature": fields.temperature or 0.0,
-            **file_options(fields.input_extra),
+            "suffix": self.input_suffix,
+            "answer_start": self.prompt,
+            "max_tokens": 1 if self.n_predict == 0 else self.n_predict,
+            "temperature": self.temperature or 0.0,
+            **file_options(self.input_extra),
         }
-        repeated = {"n_predict": fields.n_predict, "response_fields": fields.response_fields}
-        request = generation_request(fields, [fields.input_prefix], others, repeated=repeated)
-        slotted = fields.id_slot is not None and fields.id_slot >= 0
-        return replace(request, slot=f"id_slot {fields.id_slot}" if slotted else None)
+        repeated = {"n_predict": self.n_predict, "response_fields": self.response_fields}
+        slot = f"id_slot {self.id_slot}" if self.id_slot is not None and self.id_slot >= 0 else None
+        return replace(self.generation([self.input_prefix], others, repeated=repeated), slot=slot)
 
 
 class InfillObjects(GenerationObjects):
     """The objects of one completion; the last one has why it ended, counts and times."""
 
-    id_prefix = ""
-
-    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The objects of one chunk of the stream."""
-        objects = [{"index": 0, "content": chunk.text, "stop": False}] if chunk.text and not self._only_reads else []
-        if chunk.finish_reason is not None and chunk.stats is not None:
-            objects.append(self._last("", chunk.finish_reason, chunk.stats))
-        return objects
-
-    def whole(self, *replies: Reply) -> dict[str, Any]:
-        """The object of the whole completion."""
-        (reply,) = replies
-        return self._last("" if self._only_reads else reply.text, reply.finish_reason, reply.stats)
+    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The object of what a chunk adds to the text."""
+        return [{"index": 0, "content": chunk.text, "stop": False}] if chunk.text and not self._only_reads else []
 
     @property
     def _only_reads(self) -> bool:
         return bool(self._request.repeated["n_predict"] == 0)
 
-    def _last(self, content: str, reason: FinishReason, stats: Stats) -> dict[str, Any]:
+    def whole(self, *replies: Reply) -> dict[str, Any]:
+        """The object of the whole completion."""
+        (reply,) = replies
+        stats, reason = reply.stats, reply.finish_reason
         predicted = 0 if self._only_reads else stats.completion_tokens
         read = stats.prompt_tokens - stats.reused_tokens
         timings = {
@@ -92,7 +80,7 @@ class InfillObjects(GenerationObjects):
         }
         described: dict[str, Any] = {
             "index": 0,
-            "content": content,
+            "content": "" if self._only_reads else reply.text,
             "stop": True,
             "model": self._head["model"],
             "tokens_predicted": predicted,
@@ -119,5 +107,4 @@ def _timings(name: str, tokens: int, seconds: float) -> dict[str, float]:
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    about_infill = "The text between two texts, for editors."
-    return [generating_route(service, LLAMACPP, "/infill", about_infill, InfillBody.parse, InfillObjects)]
+    return [generating_route(service, LLAMACPP, "/infill", InfillBody, InfillObjects)]

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
-import msgspec
+from msgspec.structs import replace
 
 from ....errors import BundleError
 from ....models.hub.downloaded_model import parse_hub_id
 from ....models.hub.fetch import fetch_model
 from ....runtime.encoders.encoder import AnyModel
-from ....runtime.result import Chunk, Reply, Stats
-from ....runtime.scheduling.request_run import Cancellation, Run
+from ....runtime.result import Chunk, Reply
+from ....runtime.scheduling.request_run import Cancellation
 from ....runtime.tools.calls import ToolCall, joined_calls
-from ...service.body_decoder import StrictStruct, about, decode_body
-from ...service.generation_fields import (
-    GenerationRequest,
-    KeepAlive,
-    RequestFields,
-    generation_request,
-    keep_seconds,
-    template_variables,
-)
+from ...service.body_decoder import StrictStruct, about
+from ...service.generation_fields import GenerationRequest, KeepAlive, RequestFields, keep_seconds
 from ...service.message_fields import FunctionTool, JsonObjectFormat, checked_messages, tool_mappings
-from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
+from ...service.pooled_model import ModelState
 from ...service.request_error import ErrorCode, RequestError, invalid, unsupported
 from ...service.text_bodies import TextsOrIds, encoded_texts
-from ..endpoints import Endpoint, RequestService, generating_route
+from ..endpoints import RequestService, generating_route, object_route, progress_route
 from ..http_protocol import Protocol, ProtocolRoute, encode_json
-from ..json_endpoint import Handler, JsonRoute
+from ..json_endpoint import json_routes
 
 API_VERSION: Final = "0.12.6"
 """The version of Ollama whose API this is: clients enable functions by it."""
@@ -44,15 +36,11 @@ _NEVER: Final = "2318-01-01T00:00:00Z"
 _THINK: Final = (True, False, "high", "medium", "low")
 _OTHER_NAMES: Final = {"thinking": "reasoning_content", "tool_name": "name"}
 """Names of fields of a message in the chat template, by Ollama's."""
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return encode_json(value) + b"\n"
-
-
-# Clients parse every line as JSON, so that nothing can be sent while nothing comes.
 OLLAMA: Final = Protocol(
-    lambda error: {"error": str(error)}, _line, [(b"content-type", b"application/x-ndjson")], silence=b""
+    lambda _status, error: {"error": error["message"]},
+    lambda value: encode_json(value) + b"\n",
+    [(b"content-type", b"application/x-ndjson")],
+    silence=b"",  # clients parse every line as JSON
 )
 
 
@@ -78,23 +66,19 @@ class _Body(StrictStruct, kw_only=True):
     think: Annotated[bool | str | None, about("Whether the model thinks, or how much.", *_THINK)] = None
     images: Annotated[list[str] | None, about("Not supported: models here read text.", [])] = None
 
-    def request(self, prompts: Sequence[Any], **others: Any) -> GenerationRequest:
+    def of_prompts(self, prompts: Sequence[Any], **others: Any) -> GenerationRequest:
         """The request; without a prompt, the model is only loaded, or unloaded."""
         if isinstance(self.format, str) and self.format not in ("", "json"):
             raise invalid("format", f"format is {self.format!r:.50}", "give json, or a JSON schema")
-        options = self.options or OllamaOptions()
-        fields = msgspec.structs.replace(
-            options,
-            model=self.model,
-            stream=self.stream is not False and bool(prompts),
-            keep_alive=self.keep_alive,
-            json_schema=self.format if isinstance(self.format, dict) else None,
-            response_format=JsonObjectFormat() if self.format == "json" else None,
-        )
+        options, stream = self.options or OllamaOptions(), self.stream is not False and bool(prompts)
+        fields = replace(options, model=self.model, stream=stream, keep_alive=self.keep_alive)
+        if self.format == "json":
+            fields.response_format = JsonObjectFormat()
+        elif isinstance(self.format, dict):
+            fields.json_schema = self.format
         effort = ("medium" if self.think else "none") if isinstance(self.think, bool) else self.think
-        others["template_variables"] = template_variables(None, effort)
         others["max_tokens"] = max(options.num_predict or 0, 0) or None
-        return generation_request(fields, prompts, others)
+        return fields.generation(prompts, others, effort=effort)
 
 
 class OllamaChatBody(_Body, kw_only=True):
@@ -105,18 +89,16 @@ class OllamaChatBody(_Body, kw_only=True):
     ] = None
     tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> GenerationRequest:
-        """Decode a body; errors as for OpenAI's."""
-        fields = decode_body(body, cls)
-        given = fields.messages or []
-        places = [f"messages[{index}]" for index in range(len(given))]
-        for message, place in zip(given, places, strict=True):
-            if message.pop("images", None):
+    def request(self) -> GenerationRequest:
+        """The next message."""
+        placed = []
+        for index, message in enumerate(self.messages or ()):
+            place, images = f"messages[{index}]", message.pop("images", None)
+            if images:
                 raise unsupported(f"{place}.images", f"{place} has images", "models here read text: leave them out")
-        messages = [{_OTHER_NAMES.get(name, name): each[name] for name in each} for each in given]
-        prompts = [checked_messages(messages, "messages", places)] if messages else []
-        return fields.request(prompts, tools=tool_mappings(fields.tools))
+            placed.append((place, {_OTHER_NAMES.get(name, name): message[name] for name in message}))
+        prompts = [checked_messages("messages", placed)] if placed else []
+        return self.of_prompts(prompts, tools=tool_mappings(self.tools))
 
 
 class OllamaTextBody(_Body, kw_only=True):
@@ -129,36 +111,38 @@ class OllamaTextBody(_Body, kw_only=True):
     template: Annotated[None, about("Not supported: the model's own template is used.")] = None
     context: Annotated[None, about("Not supported: send a conversation to /api/chat.")] = None
 
-    @classmethod
-    def parse(cls, body: bytes) -> GenerationRequest:
-        """Decode a body; errors as for OpenAI's."""
-        fields = decode_body(body, cls)
-        others = {"raw": fields.raw, "system": fields.system, "suffix": fields.suffix or None}
-        return fields.request([fields.prompt or ""] if fields.prompt or fields.suffix else [], **others)
+    def request(self) -> GenerationRequest:
+        """An answer to a prompt."""
+        others = {"raw": self.raw, "system": self.system, "suffix": self.suffix or None}
+        return self.of_prompts([self.prompt or ""] if self.prompt or self.suffix else [], **others)
 
 
 class ChatLines(GenerationObjects):
-    """The lines of one answer; the last one has why it ended, and counts."""
+    """The lines of one answer; the last one has why it ended, and counts. Times are in nanoseconds."""
 
-    id_prefix = ""
     chats: ClassVar = True
 
-    def chunk(self, chunk: Chunk, _prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The lines of one chunk of the stream."""
-        lines, calls = [], joined_calls(chunk.tool_calls)
-        if chunk.text or chunk.reasoning or calls:
-            lines.append({**self._answer(chunk.text, chunk.reasoning, calls), "done": False})
-        if chunk.finish_reason is not None and chunk.stats is not None:
-            lines.append({**self._answer(), **_ended(chunk.finish_reason.value, chunk.stats)})
-        return lines
+    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The line of what a chunk adds to the answer."""
+        calls = joined_calls(chunk.tool_calls)
+        wanted = chunk.text or chunk.reasoning or calls
+        return [{**self._answer(chunk.text, chunk.reasoning, calls), "done": False}] if wanted else []
 
     def whole(self, *replies: Reply) -> dict[str, Any]:
         """The object of the whole answer; without a prompt, that the model was loaded or unloaded."""
         if not replies:
             return {**self._answer(), "done": True, "done_reason": "load" if self._request.keep_s != 0 else "unload"}
         (reply,) = replies
-        ended = _ended(reply.finish_reason.value, reply.stats)
-        return {**self._answer(reply.text, reply.reasoning, reply.tool_calls), **ended}
+        stats = reply.stats
+        seconds = {"total": stats.total_s, "load": 0.0, "prompt_eval": stats.first_token_s, "eval": stats.decode_s}
+        return {
+            **self._answer(reply.text, reply.reasoning, reply.tool_calls),
+            "done": True,
+            "done_reason": "stop" if reply.finish_reason == "stop" else "length",
+            **{f"{name}_duration": round(value * 1e9) for name, value in seconds.items()},
+            "prompt_eval_count": stats.prompt_tokens,
+            "eval_count": stats.completion_tokens,
+        }
 
     def _answer(self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
         called = [{"function": {"name": call.name, "arguments": call.values}} for call in calls]
@@ -174,21 +158,8 @@ class TextLines(ChatLines):
     chats = False
 
 
-def _ended(reason: str, stats: Stats) -> dict[str, Any]:
-    """What the last line has; times are in nanoseconds."""
-    seconds = {"total": stats.total_s, "load": 0.0, "prompt_eval": stats.first_token_s}
-    durations = {**seconds, "eval": stats.total_s - stats.first_token_s}
-    return {
-        "done": True,
-        "done_reason": "stop" if reason == "stop" else "length",
-        **{f"{name}_duration": round(value * 1e9) for name, value in durations.items()},
-        "prompt_eval_count": stats.prompt_tokens,
-        "eval_count": stats.completion_tokens,
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+def _time(seconds: float | None) -> str:
+    return _NEVER if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 class OllamaEmbedBody(StrictStruct):
@@ -207,13 +178,14 @@ class OllamaEmbedBody(StrictStruct):
         return keep_seconds(self.keep_alive)
 
 
-def _embed(body: OllamaEmbedBody, engine: AnyModel, model: str, cancellation: Cancellation) -> Iterator[bytes]:
+def _embed(body: OllamaEmbedBody, engine: AnyModel, model: str, cancellation: Cancellation) -> dict[str, Any]:
+    """Vectors of texts."""
     started = time.perf_counter()
     prompts = encoded_texts(engine, "input", body.input)
     vectors = engine.embed(prompts, cancelled=lambda: cancellation.cancelled).tolist()
     counts = {"load_duration": 0, "prompt_eval_count": sum(map(len, prompts))}
     took = round((time.perf_counter() - started) * 1e9)
-    yield encode_json({"model": model, "embeddings": vectors, "total_duration": took, **counts})
+    return {"model": model, "embeddings": vectors, "total_duration": took, **counts}
 
 
 class OllamaPullBody(StrictStruct):
@@ -227,22 +199,6 @@ class OllamaPullBody(StrictStruct):
         self.stream = self.stream is not False
 
 
-def _pull(pool: ModelPool, body: OllamaPullBody, run: Run[bytes]) -> Iterator[bytes]:
-    """Download a model of the hub, with a line for each piece of progress."""
-
-    def report(name: str, here: int, total: int) -> None:
-        run.cancellation.check()
-        if body.stream:
-            run.put(_line({"status": f"pulling {name}", "digest": name, "total": total, "completed": here}))
-
-    id_ = parse_hub_id(body.model.removesuffix(":latest"))
-    try:
-        fetch_model(id_, pool.kind, newest=True, progress=report)
-    except BundleError as error:
-        raise RequestError(error.what, error.hint, code=ErrorCode.MODEL_NOT_FOUND) from error
-    yield _line({"status": "success"})
-
-
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
     pool, files = service.pool, service.files
@@ -254,6 +210,23 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         about_files = {"size": known["disk_bytes"], "capabilities": known["capabilities"]}
         return {**names, "modified_at": _time(entry.created), **about_files}
 
+    def pull(body: OllamaPullBody, report: Callable[[object], None], cancellation: Cancellation) -> dict[str, str]:
+        """Download a model of the hub."""
+
+        def progress(name: str, here: int, total: int) -> None:
+            cancellation.check()
+            report({"status": f"pulling {name}", "digest": name, "total": total, "completed": here})
+
+        try:
+            fetch_model(parse_hub_id(body.model.removesuffix(":latest")), pool.kind, newest=True, progress=progress)
+        except BundleError as error:
+            raise RequestError(error.what, error.hint, code=ErrorCode.MODEL_NOT_FOUND) from error
+        return {"status": "success"}
+
+    def in_memory(state: ModelState) -> dict[str, Any]:
+        context, _ = pool.sizes_of(state.id) or (0, 0)
+        return {"size": state.bytes, "context_length": context, "expires_at": _time(state.expires)}
+
     def version() -> object:
         """The version of Ollama whose API this is."""
         return {"version": API_VERSION}
@@ -264,17 +237,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
 
     def loaded() -> object:
         """The models in memory."""
-        return {
-            "models": [
-                {
-                    **described(pool.find(state.id)),
-                    "size": state.bytes,
-                    "context_length": (pool.sizes_of(state.id) or (0, 0))[0],
-                    "expires_at": _NEVER if state.expires is None else _time(state.expires),
-                }
-                for state in pool.status()
-            ]
-        }
+        return {"models": [described(pool.find(state.id)) | in_memory(state) for state in pool.status()]}
 
     def show(model: str, verbose: bool | None = None) -> object:  # noqa: ARG001  all is told
         """What a model is."""
@@ -283,23 +246,17 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         info = {"general.architecture": family, f"{family}.context_length": known["context"]}
         return {**described(entry), "model_info": info}
 
-    table: list[tuple[str, str, Handler]] = [
+    table = (
         ("GET", "/api/version", version),
         ("GET", "/api/tags", tags),
         ("GET", "/api/ps", loaded),
         ("POST", "/api/show", show),
         ("DELETE", "/api/delete", files.remove),
-    ]
-    pull, download = partial(decode_body, kind=OllamaPullBody), partial(_pull, pool)
-    vectors = partial(decode_body, kind=OllamaEmbedBody)
+    )
     return [
-        *(JsonRoute(service.settings, method, path, handler, protocol=OLLAMA) for method, path, handler in table),
-        ProtocolRoute(
-            OLLAMA, "POST", "/api/pull", Endpoint(service, "Download a model of the hub.", pull, download, loads=False)
-        ),
-        ProtocolRoute(
-            OLLAMA, "POST", "/api/embed", Endpoint(service, "Vectors of texts.", vectors, _embed, encoders=True)
-        ),
-        generating_route(service, OLLAMA, "/api/chat", "The next message.", OllamaChatBody.parse, ChatLines),
-        generating_route(service, OLLAMA, "/api/generate", "An answer to a prompt.", OllamaTextBody.parse, TextLines),
+        *json_routes(service.settings, table, protocol=OLLAMA),
+        progress_route(service, OLLAMA, "/api/pull", OllamaPullBody, pull),
+        object_route(service, OLLAMA, "/api/embed", OllamaEmbedBody, _embed, encoders=True),
+        generating_route(service, OLLAMA, "/api/chat", OllamaChatBody, ChatLines),
+        generating_route(service, OLLAMA, "/api/generate", OllamaTextBody, TextLines),
     ]

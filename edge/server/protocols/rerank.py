@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any
@@ -13,12 +12,13 @@ import numpy as np
 from ....runtime.encoders.encoder import AnyModel
 from ....runtime.ranking import Relevance
 from ....runtime.scheduling.request_run import Cancellation
-from ...service.body_decoder import StrictStruct, about, decode_body
+from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import PositiveInt
+from ...service.openai_objects import new_id
 from ...service.request_error import invalid
 from ...service.text_bodies import texts_or_ids
-from ..endpoints import Endpoint, RequestService
-from ..http_protocol import OPENAI, ProtocolRoute, encode_json
+from ..endpoints import RequestService, object_route
+from ..http_protocol import OPENAI, ProtocolRoute
 
 
 def _texts(param: str, given: str | list[str]) -> list[str]:
@@ -49,13 +49,11 @@ class RerankBody(StrictStruct, kw_only=True):
         """The texts of the documents."""
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
-    @classmethod
-    def parse(cls, body: bytes) -> RerankBody:
-        """Decode a body; errors as for OpenAI's."""
-        fields = decode_body(body, cls)
-        _texts("query", fields.query)
-        _texts("documents", fields.texts)
-        return fields
+    def request(self) -> RerankBody:
+        """The body, whose texts are checked."""
+        _texts("query", self.query)
+        _texts("documents", self.texts)
+        return self
 
 
 class ScoreBody(StrictStruct, kw_only=True):
@@ -78,15 +76,14 @@ class ScoreBody(StrictStruct, kw_only=True):
             raise invalid("text_1", what, "give one query, or as many as documents")
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
-    @classmethod
-    def parse(cls, body: bytes) -> ScoreBody:
-        """Decode a body; errors as for OpenAI's."""
-        fields = decode_body(body, cls)
-        fields.pairs()  # which checks them
-        return fields
+    def request(self) -> ScoreBody:
+        """The body, whose texts are checked."""
+        self.pairs()
+        return self
 
 
-def _rerank(body: RerankBody, model: AnyModel, name: str, cancellation: Cancellation) -> Iterator[bytes]:
+def _rerank(body: RerankBody, model: AnyModel, name: str, cancellation: Cancellation) -> dict[str, Any]:
+    """Documents ordered by how well they answer a query."""
     texts = body.texts
     found = model.score(body.query, texts, instruction=body.instruction, cancelled=lambda: cancellation.cancelled)
     results: list[dict[str, Any]] = [
@@ -95,18 +92,18 @@ def _rerank(body: RerankBody, model: AnyModel, name: str, cancellation: Cancella
     ]
     for result in results if body.return_documents is not False else ():
         result["document"] = {"text": texts[result["index"]]}
-    yield encode_json({"id": f"rerank-{uuid.uuid4().hex}", "model": name, "results": results, "usage": _usage([found])})
+    return {"id": new_id("rerank-"), "model": name, "results": results, "usage": _usage([found])}
 
 
-def _score(body: ScoreBody, model: AnyModel, name: str, cancellation: Cancellation) -> Iterator[bytes]:
+def _score(body: ScoreBody, model: AnyModel, name: str, cancellation: Cancellation) -> dict[str, Any]:
+    """How well texts answer others."""
     found = [
         model.score(query, [text for _, text in pairs], cancelled=lambda: cancellation.cancelled)
         for query, pairs in groupby(body.pairs(), itemgetter(0))
     ]
     scores = np.concatenate([each.scores for each in found]).tolist()
     data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
-    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "model": name}
-    yield encode_json({**head, "data": data, "usage": _usage(found)})
+    return {"id": new_id("score-"), "object": "list", "model": name, "data": data, "usage": _usage(found)}
 
 
 def _usage(found: Sequence[Relevance]) -> dict[str, Any]:
@@ -117,10 +114,7 @@ def _usage(found: Sequence[Relevance]) -> dict[str, Any]:
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    rerank, score = "Documents ordered by how well they answer a query.", "How well texts answer others."
     return [
-        ProtocolRoute(
-            OPENAI, "POST", "/v1/rerank", Endpoint(service, rerank, RerankBody.parse, _rerank, encoders=True)
-        ),
-        ProtocolRoute(OPENAI, "POST", "/v1/score", Endpoint(service, score, ScoreBody.parse, _score, encoders=True)),
+        object_route(service, OPENAI, "/v1/rerank", RerankBody, _rerank, encoders=True),
+        object_route(service, OPENAI, "/v1/score", ScoreBody, _score, encoders=True),
     ]

@@ -12,7 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 import edgerun
-from edgerun.edge.server.protocols.anthropic import parse_messages
+from edgerun.edge.server.protocols.anthropic import MessagesBody
 from edgerun.edge.service.generation_fields import GenerationRequest
 from support.scripted_model import WEATHER, write_calling_bundle
 from support.serving import Served, asked, served
@@ -153,7 +153,7 @@ def test_null_is_the_same_as_leaving_a_field_out_in_blocks_too() -> None:
 
     def parsed(blocks: list[dict[str, Any]], choice: dict[str, Any]) -> GenerationRequest:
         said = [QUESTION, {"role": "assistant", "content": blocks[:2]}, {"role": "user", "content": blocks[2:]}]
-        return parse_messages(json.dumps({"messages": said, "tool_choice": choice}).encode())
+        return MessagesBody.parse(json.dumps({"messages": said, "tool_choice": choice}).encode())
 
     without = [{name: value for name, value in each.items() if value is not None} for each in blocks]
     assert parsed(blocks, choice) == parsed(without, {"type": "auto"})

@@ -16,8 +16,8 @@ import edgerun
 from edgerun.edge.service.openai_objects import ChatCompletionObjects
 from edgerun.edge.service.request_error import ErrorCode, RequestError
 from edgerun.edge.service.response_objects import ResponseObjects
-from edgerun.edge.service.responses_body import parse_response
-from edgerun.edge.service.text_bodies import parse_chat
+from edgerun.edge.service.responses_body import ResponsesBody
+from edgerun.edge.service.text_bodies import ChatBody
 from edgerun.edge.service.token_objects import token_object
 from edgerun.runtime.decode import FinishReason
 from edgerun.runtime.result import Chunk, Reply, Stats
@@ -46,7 +46,7 @@ def checked(kind: type[BaseModel], value: dict[str, Any]) -> dict[str, Any]:
 def whole_response(body: dict[str, Any]) -> dict[str, Any]:
     """The response with a cancelled answer of one token."""
     reply = Reply("a", FinishReason.CANCELLED, CANCELLED, logprobs=(TokenLogprob(1, "a", b"a", -0.5),))
-    return checked(Response, ResponseObjects(parse_response(body), "m").whole(reply))
+    return checked(Response, ResponseObjects(ResponsesBody.parse(body), "m").whole(reply))
 
 
 def test_a_response_repeats_the_request() -> None:
@@ -71,7 +71,7 @@ def test_a_response_repeats_the_request() -> None:
         "user": "u",
     }
     body = {"input": PROMPT, "include": ["message.output_text.logprobs"], **given}
-    objects = ResponseObjects(parse_response(json.dumps(body)), "m")
+    objects = ResponseObjects(ResponsesBody.parse(json.dumps(body)), "m")
     (begun, _), failed = objects.started(), objects.failed(RequestError("it broke"))[0]
     for event in (begun, failed):
         repeated = checked(Response, event["response"])
@@ -91,7 +91,7 @@ def test_a_response_that_fails() -> None:
         (ErrorCode.INTERNAL, "server_error"),
         (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "invalid_prompt"),
     ):
-        objects = ResponseObjects(parse_response({"input": "a"}), "m")
+        objects = ResponseObjects(ResponsesBody.parse({"input": "a"}), "m")
         (event,) = [*objects.started(), *objects.failed(RequestError("it broke", code=code))][2:]
         assert (event["type"], event["sequence_number"]) == ("response.failed", 2)
         assert checked(Response, event["response"])["error"] == {"code": theirs, "message": "it broke"}
@@ -99,7 +99,7 @@ def test_a_response_that_fails() -> None:
 
 def test_a_cancelled_answer_reads_as_one_that_was_cut_off() -> None:
     reply = Reply("a", FinishReason.CANCELLED, CANCELLED)
-    chat = ChatCompletionObjects(parse_chat({"messages": MESSAGES}), "m").whole(reply)
+    chat = ChatCompletionObjects(ChatBody.parse({"messages": MESSAGES}), "m").whole(reply)
     assert checked(ChatCompletion, chat)["choices"][0]["finish_reason"] == "length"
     response = whole_response({"input": "a"})
     assert response["status"] == "incomplete"
@@ -107,7 +107,7 @@ def test_a_cancelled_answer_reads_as_one_that_was_cut_off() -> None:
 
 
 def test_a_chunk_without_text_sends_nothing_more_than_the_role() -> None:
-    objects = ChatCompletionObjects(parse_chat({"messages": MESSAGES, "stream": True}), "m")
+    objects = ChatCompletionObjects(ChatBody.parse({"messages": MESSAGES, "stream": True}), "m")
     assert len(objects.chunk(Chunk(""))) == 1
     assert objects.chunk(Chunk("")) == []
 

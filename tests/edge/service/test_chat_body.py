@@ -16,7 +16,7 @@ from edgerun.edge.service import body_decoder
 from edgerun.edge.service.body_decoder import MAX_DEPTH, read_object
 from edgerun.edge.service.generation_fields import GenerationRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError
-from edgerun.edge.service.text_bodies import ChatBody, parse_chat
+from edgerun.edge.service.text_bodies import ChatBody
 from support.commands import Patch
 from support.nightly import examples
 
@@ -29,7 +29,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 def parsed(**fields: Any) -> GenerationRequest:
     """The request of a body with these fields, and one message if they have none."""
-    return parse_chat(json.dumps({"messages": [USER], **fields}).encode())
+    return ChatBody.parse(json.dumps({"messages": [USER], **fields}).encode())
 
 
 SCHEMA = msgspec.json.schema(ChatBody)
@@ -44,7 +44,7 @@ def fits_schema(body: dict[str, Any]) -> bool:
 def error_of(body: Any) -> RequestError:
     """The error that a body is refused with."""
     with pytest.raises(RequestError) as caught:
-        parse_chat(body)
+        ChatBody.parse(body)
     return caught.value
 
 

@@ -15,16 +15,13 @@ from edgerun import errors
 from edgerun.edge.service.body_decoder import decode_body
 from edgerun.edge.service.generation_fields import GenerationRequest
 from edgerun.edge.service.request_error import ErrorCode, RequestError, describe
-from edgerun.edge.service.responses_body import ResponsesBody, parse_response
+from edgerun.edge.service.responses_body import ResponsesBody
 from edgerun.edge.service.text_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
     TokenizeBody,
-    TokenizeRequest,
-    parse_chat,
-    parse_completion,
     texts_or_ids,
 )
 from support import generated_texts
@@ -47,7 +44,7 @@ def error_of(parse: Parse, body: Any) -> RequestError:
     [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ([[1], [2, 3]], ((1,), (2, 3)))],
 )
 def test_prompts_are_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
-    request = parse_completion({"prompt": prompt})
+    request = CompletionBody.parse({"prompt": prompt})
     assert request.prompts == prompts
     assert request.options.raw
     assert request.options.max_tokens == 16
@@ -71,22 +68,22 @@ def test_prompts_are_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
     ],
 )
 def test_other_prompts_are_refused(prompt: Any, code: ErrorCode, place: str) -> None:
-    for field, parse in (("prompt", parse_completion), ("input", EmbeddingBody.parse)):
+    for field, parse in (("prompt", CompletionBody.parse), ("input", EmbeddingBody.parse)):
         error = error_of(parse, {field: prompt})
         assert (error.code, error.param) == (code, f"{field}{place}")
 
 
 def test_options_of_a_text_completion() -> None:
     fields = {"max_tokens": 3, "n": 2, "best_of": 2, "echo": False, "logprobs": 2, "stop": "x", "temperature": 0.5}
-    options = parse_completion({"prompt": "a", **fields}).options
-    assert parse_completion({"prompt": "a", "max_tokens": -1}).options.max_tokens is None
+    options = CompletionBody.parse({"prompt": "a", **fields}).options
+    assert CompletionBody.parse({"prompt": "a", "max_tokens": -1}).options.max_tokens is None
     assert (options.max_tokens, options.n, options.logprobs) == (3, 2, 2)
     assert (options.stops, options.temperature) == (("x",), 0.5)
 
 
-@pytest.mark.parametrize("parse", [parse_completion, parse_chat])
+@pytest.mark.parametrize("parse", [CompletionBody.parse, ChatBody.parse])
 def test_the_best_of_several_answers(parse: Callable[..., GenerationRequest]) -> None:
-    prompt = {"prompt": "a"} if parse == parse_completion else {"messages": [USER]}
+    prompt = {"prompt": "a"} if parse == CompletionBody.parse else {"messages": [USER]}
     options = parse({**prompt, "n": 2, "best_of": 5, "early_stop": 0.9}).options
     assert (options.n, options.best_of, options.early_stop) == (2, 5, 0.9)
     for fields, param in (
@@ -107,7 +104,7 @@ def test_the_best_of_several_answers(parse: Callable[..., GenerationRequest]) ->
 def test_fields_of_a_response() -> None:
     tool = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
     fields = {"instructions": "Be brief.", "max_output_tokens": 5, "tools": [tool]}
-    request = parse_response({"input": "hello", **fields, "reasoning": {"effort": "none", "summary": "auto"}})
+    request = ResponsesBody.parse({"input": "hello", **fields, "reasoning": {"effort": "none", "summary": "auto"}})
     assert request.messages == [{"role": "system", "content": "Be brief."}, USER]
     assert request.options.max_tokens == 5
     assert request.options.tools == (
@@ -120,19 +117,19 @@ def test_fields_of_a_response() -> None:
     }
     assert request.options.logprobs is None
     assert {name: request.repeated[name] for name in fields} == fields
-    hidden = parse_response({"input": "a", "tools": [tool], "tool_choice": "none", "reasoning": {}})
+    hidden = ResponsesBody.parse({"input": "a", "tools": [tool], "tool_choice": "none", "reasoning": {}})
     assert hidden.options.tools == ()
     assert hidden.repeated["tool_choice"] == "none"
     assert hidden.options.template_variables is None
     included = {"input": "a", "include": ["message.output_text.logprobs"]}
-    assert parse_response(included).options.logprobs == 0
-    assert parse_response({**included, "top_logprobs": 3}).options.logprobs == 3
-    assert error_of(parse_response, {"input": "a", "top_logprobs": 3}).param == "top_logprobs"
+    assert ResponsesBody.parse(included).options.logprobs == 0
+    assert ResponsesBody.parse({**included, "top_logprobs": 3}).options.logprobs == 3
+    assert error_of(ResponsesBody.parse, {"input": "a", "top_logprobs": 3}).param == "top_logprobs"
 
 
 def test_items_of_a_response_become_messages() -> None:
     thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": each}]} for each in ("a", "b")]
-    request = parse_response(
+    request = ResponsesBody.parse(
         {
             "input": [
                 {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
@@ -172,13 +169,13 @@ def test_embeddings() -> None:
 
 
 def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
-    assert TokenizeRequest.parse({"content": "a", "add_special": True, "with_pieces": True}) == (
-        TokenizeRequest.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
+    assert TokenizeBody.parse({"content": "a", "add_special": True, "with_pieces": True}) == (
+        TokenizeBody.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
     )
-    request = TokenizeRequest.parse({"content": "a"})
+    request = TokenizeBody.parse({"content": "a"})
     assert (request.prompt, request.add_special, request.with_pieces) == ("a", False, False)
-    assert TokenizeRequest.parse({"content": ""}).prompt == ""
-    request = TokenizeRequest.parse({"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}})
+    assert TokenizeBody.parse({"content": ""}).prompt == ""
+    request = TokenizeBody.parse({"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}})
     assert request.prompt == [USER]
     assert request.options.template_variables == {"enable_thinking": True}
     for tokens in ([1, 2], []):
@@ -187,9 +184,9 @@ def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
 
 
 UNSUPPORTED: list[tuple[Parse, dict[str, Any], str]] = [
-    (parse_completion, {"prompt": "a", "echo": True}, "echo"),
+    (CompletionBody.parse, {"prompt": "a", "echo": True}, "echo"),
     *(
-        (parse_response, {"input": "a", **fields}, param)
+        (ResponsesBody.parse, {"input": "a", **fields}, param)
         for fields, param in (
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
             ({"conversation": "conv_1"}, "conversation"),
@@ -208,27 +205,32 @@ UNSUPPORTED: list[tuple[Parse, dict[str, Any], str]] = [
 ]
 """What edge-run does not do."""
 WRONG: list[tuple[Parse, dict[str, Any], ErrorCode, str]] = [
-    (parse_response, {}, ErrorCode.MISSING_FIELD, "input"),
-    (parse_response, {"input": []}, ErrorCode.INVALID_VALUE, "input"),
-    (parse_response, {"input": [3]}, ErrorCode.INVALID_TYPE, "input[0]"),
-    (parse_response, {"input": [{"content": "a"}]}, ErrorCode.MISSING_FIELD, "input[0].role"),
-    (parse_response, {"input": [{"role": "user", "content": "a", "x": 1}]}, ErrorCode.UNKNOWN_FIELD, "input[0].x"),
-    (parse_response, {"input": [{"role": "tool", "content": "a"}]}, ErrorCode.INVALID_VALUE, "input[0].role"),
-    (parse_response, {"input": [{"type": "thing"}]}, ErrorCode.INVALID_VALUE, "input[0].type"),
+    (ResponsesBody.parse, {}, ErrorCode.MISSING_FIELD, "input"),
+    (ResponsesBody.parse, {"input": []}, ErrorCode.INVALID_VALUE, "input"),
+    (ResponsesBody.parse, {"input": [3]}, ErrorCode.INVALID_TYPE, "input[0]"),
+    (ResponsesBody.parse, {"input": [{"content": "a"}]}, ErrorCode.MISSING_FIELD, "input[0].role"),
+    (ResponsesBody.parse, {"input": [{"role": "user", "content": "a", "x": 1}]}, ErrorCode.UNKNOWN_FIELD, "input[0].x"),
+    (ResponsesBody.parse, {"input": [{"role": "tool", "content": "a"}]}, ErrorCode.INVALID_VALUE, "input[0].role"),
+    (ResponsesBody.parse, {"input": [{"type": "thing"}]}, ErrorCode.INVALID_VALUE, "input[0].type"),
     (
-        parse_response,
+        ResponsesBody.parse,
         {"instructions": "i", "input": [USER, {**CALL, "arguments": "{"}]},
         ErrorCode.INVALID_VALUE,
         "input[1].tool_calls[0]",
     ),
-    (parse_response, {"input": "a", "include": ["file_search_call.results"]}, ErrorCode.INVALID_VALUE, "include[0]"),
-    (parse_response, {"input": "a", "max_output_tokens": 0}, ErrorCode.INVALID_VALUE, "max_output_tokens"),
-    (TokenizeRequest.parse, {}, ErrorCode.MISSING_FIELD, "content"),
-    (TokenizeRequest.parse, {"content": "a", "messages": [USER]}, ErrorCode.INVALID_VALUE, "content"),
-    (TokenizeRequest.parse, {"content": "a", "prompt": "b"}, ErrorCode.INVALID_VALUE, "prompt"),
-    (TokenizeRequest.parse, {"messages": []}, ErrorCode.INVALID_VALUE, "messages"),
     (
-        TokenizeRequest.parse,
+        ResponsesBody.parse,
+        {"input": "a", "include": ["file_search_call.results"]},
+        ErrorCode.INVALID_VALUE,
+        "include[0]",
+    ),
+    (ResponsesBody.parse, {"input": "a", "max_output_tokens": 0}, ErrorCode.INVALID_VALUE, "max_output_tokens"),
+    (TokenizeBody.parse, {}, ErrorCode.MISSING_FIELD, "content"),
+    (TokenizeBody.parse, {"content": "a", "messages": [USER]}, ErrorCode.INVALID_VALUE, "content"),
+    (TokenizeBody.parse, {"content": "a", "prompt": "b"}, ErrorCode.INVALID_VALUE, "prompt"),
+    (TokenizeBody.parse, {"messages": []}, ErrorCode.INVALID_VALUE, "messages"),
+    (
+        TokenizeBody.parse,
         {"content": "a", "chat_template_kwargs": {"tools": []}},
         ErrorCode.INVALID_VALUE,
         "chat_template_kwargs",
@@ -261,11 +263,11 @@ def test_every_field_of_the_openai_client_is_known(body: Any, theirs: Any) -> No
 
 
 BODIES: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
-    (ChatBody, parse_chat, {"messages": [USER]}),
-    (CompletionBody, parse_completion, {"prompt": "a"}),
-    (ResponsesBody, parse_response, {"input": "a"}),
+    (ChatBody, ChatBody.parse, {"messages": [USER]}),
+    (CompletionBody, CompletionBody.parse, {"prompt": "a"}),
+    (ResponsesBody, ResponsesBody.parse, {"input": "a"}),
     (EmbeddingBody, EmbeddingBody.parse, {"input": "a"}),
-    (TokenizeBody, TokenizeRequest.parse, {"content": "a"}),
+    (TokenizeBody, TokenizeBody.parse, {"content": "a"}),
     (DetokenizeBody, lambda body: decode_body(body, DetokenizeBody), {"tokens": []}),
 )
 
