@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,14 +12,11 @@ import typer
 from rich.table import Table
 
 from ...errors import EdgeError, InputError
-from ...models.bundle import unchecked_bundle
 from ...models.find import BUNDLED_MODEL, exported_models, named_models
-from ...models.graph_files import find_graph
-from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import DownloadedModel, HubId, parse_hub_id
 from ...models.hub.local_store import Store, models_root, stores
 from ...models.user_text import format_bytes
-from ..service.model_files import capabilities
+from ..service.offered_models import capabilities_at
 from ..terminal.output import SafeConsole, write_json, write_line
 from .shared_options import AsJson, Debug
 
@@ -49,7 +48,7 @@ def models(
         write_json(facts)
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("model", "for", "commit", "size", "last used"):
+    for name in ("model", "commit", "size", "last used", "for"):
         table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
     for model in facts["models"]:
         table.add_row(*_shown(model))
@@ -86,23 +85,21 @@ def _entry(repo: str, variant: str, commit: str, size: int, last_used: str | Non
     }
 
 
-def _capabilities(path: Path) -> list[str]:
+def _capabilities(path: Path) -> Sequence[str]:
     """What a model is for; nothing for unfinished downloads and checkpoints for an export."""
-    try:
-        graph, _, folder = find_graph(path, None, DeviceKind.CPU)
-        return capabilities(unchecked_bundle(graph, folder))
-    except (EdgeError, OSError):
-        return []
+    with suppress(EdgeError, OSError):
+        return capabilities_at(path)
+    return ()
 
 
 def _shown(model: dict[str, Any]) -> tuple[str, ...]:
     name = f"{model['id']}:{model['variant']}" if model["variant"] else str(model["id"])
     if model["unfinished"]:
-        return name, "", "unfinished", format_bytes(model["bytes"]), ""
+        return name, "unfinished", format_bytes(model["bytes"])
     used = model["last_used"]
     when = "" if used is None else str(used)[:16].replace("T", " ")
     commit = model["commit"][:_COMMIT_SHOWN] or ("bundled" if name == BUNDLED_MODEL else "exported")
-    return name, ", ".join(model["capabilities"]), commit, format_bytes(model["bytes"]), when
+    return name, commit, format_bytes(model["bytes"]), when, ", ".join(model["capabilities"])
 
 
 def _remove(named: HubId, *, as_json: bool) -> None:

@@ -12,21 +12,17 @@ from typing import Final
 
 from ...errors import EdgeError, InputError
 from ...models.atomic import write_atomically
-from ...models.bundle import unchecked_bundle
 from ...models.find import find_model
-from ...models.graph_files import find_graph
-from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.regular_file import os_errors_as
 from ...models.user_folders import cache_folder, make_private_folder
 from ...runtime.encoders.encoder import Encoder, load_encoder
 from ...runtime.engine import Engine
-from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve
 from ...runtime.prefill import never
 from ..conversations.records import Passage, passage_entries, safe_file_name, with_passages
-from ..service.offered_models import OfferedModels
+from ..service.offered_models import OfferedModels, capabilities_at
 from .document_index import DocumentIndex, with_index
 
 MAX_PASSAGES: Final = 8
@@ -124,8 +120,7 @@ def passage_encoder(wanted: str | None) -> Encoder | None:
         return None if wanted == NO_MODEL else _loaded(find_model(wanted))
     for entry in OfferedModels([]).entries():
         with suppress(EdgeError, OSError):
-            graph, _, folder = find_graph(Path(entry.source), None, DeviceKind.CPU)
-            if encoder_output(unchecked_bundle(graph, folder)) not in (None, SCORE):
+            if "embedding" in capabilities_at(Path(entry.source)):
                 return _loaded(Path(entry.source))
     return None
 

@@ -16,11 +16,10 @@ from ...models.graph_files import find_graph
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
-from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from ...runtime.options import model_defaults
 from ...runtime.sampling.sampler import SamplingParams
 from .model_pool import ModelPool
-from .offered_models import ModelEntry
+from .offered_models import ModelEntry, capabilities
 
 _UNKNOWN: Final[Mapping[str, Any]] = {
     "architecture": "",
@@ -96,18 +95,6 @@ def is_removable(path: Path) -> bool:
 
 def _is_exported(path: Path) -> bool:
     return path.is_dir() and path.parent.resolve() == exports_folder().resolve()
-
-
-def capabilities(bundle: Bundle) -> list[str]:
-    """What a model is for: `embedding` or `rerank` (encoders), or `completion`, with `tools` if it has a chat template.
-
-    Raises:
-        EdgeError: a file is damaged.
-    """
-    if (output := encoder_output(bundle)) is not None:
-        return ["rerank" if output == SCORE else "embedding"]
-    template = bundle.json_file("tokenizer_config.json").get("chat_template")
-    return ["completion", *["tools"] * (bundle.file("chat_template.jinja") is not None or bool(template))]
 
 
 def describe_files(bundle: Bundle) -> dict[str, Any]:

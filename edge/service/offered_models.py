@@ -6,15 +6,18 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from ...models.bundle import Bundle, unchecked_bundle
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import stores
 from ...models.onnx_file.wire import external_files
+from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from .request_error import ErrorCode, RequestError
 
 _MAX_NAMED: Final = 8
@@ -111,6 +114,25 @@ class OfferedModels:
         graphs = [each for each in (graph, first) if each is not None]
         files = graphs + [each.parent / name for each in graphs for name in external_files(each)]
         return sum(file.stat().st_size for file in dict.fromkeys(files) if file.is_file())
+
+
+@cache
+def capabilities_at(path: Path) -> Sequence[str]:
+    """What the model at a path is for; errors as for `capabilities`, or of files that cannot be read."""
+    graph, _, folder = find_graph(path, None, DeviceKind.CPU)
+    return capabilities(unchecked_bundle(graph, folder))
+
+
+def capabilities(bundle: Bundle) -> list[str]:
+    """What a model is for: `embedding` or `rerank` (encoders), or `completion`, with `tools` if it has a chat template.
+
+    Raises:
+        EdgeError: a file is damaged.
+    """
+    if (output := encoder_output(bundle)) is not None:
+        return ["rerank" if output == SCORE else "embedding"]
+    template = bundle.json_file("tokenizer_config.json").get("chat_template")
+    return ["completion", *["tools"] * (bundle.file("chat_template.jinja") is not None or bool(template))]
 
 
 def _not_found(what: str, hint: str) -> RequestError:

@@ -17,6 +17,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
+from edgerun.edge.terminal.chat.chat_model import local_models
 from support.commands import Capture, Patch, fails, json_of, output_of
 from support.encoders import write_encoder
 from support.hub_server import HubServer, files_of, own_hub, sha256
@@ -127,7 +128,8 @@ def test_models_are_listed_and_removed(hub: HubServer, tmp_path: Path, capsys: C
     assert all(Path(model["path"]).is_dir() and model["bytes"] > 0 and model["last_used"] for model in listed)
     shown = [line.split() for line in output_of(capsys, "models").splitlines() if "org/" in line]
     assert [words[0] for words in shown] == ["org/js:fp32", "org/js:q4f16", "org/tiny", "org/vectors"]
-    assert shown[3][1] == "embedding"
+    assert shown[3][-1] == "embedding"
+    assert [name for name in local_models() if "org/" in name] == ["org/js:fp32", "org/js:q4f16", "org/tiny"]
 
     fails(capsys, "models", "--remove", "org/js:q9")
     assert (
