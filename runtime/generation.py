@@ -30,6 +30,7 @@ from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
 from .strategies.branch import FirstToken
+from .strategies.lossy import LossyRule, LossySampler
 from .strategies.search import SearchSampler, search_steps
 from .strategies.second_reader import ReaderSequence, SecondReader, followed
 from .text.detokenizer import StopMatcher, StreamDecoder
@@ -329,6 +330,9 @@ class Generation:
             stages.append(FirstToken(len(self._sequence.token_ids), request.rank))
         if request.search is not None:
             return SearchSampler(sampling, vocab_size, self._constraint, stages)
+        if isinstance(rule := request.options.lossy, LossyRule) and request.recording is None:
+            token_bytes, by_draft = self._tokenizer.token_bytes.of, self._recorder.by_draft
+            return LossySampler(sampling, vocab_size, self._constraint, rule, self._speculator, token_bytes, by_draft)
         if self._constraint is None or request.futures is None:
             return Sampler(sampling, vocab_size, self._constraint, stages)
         from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it

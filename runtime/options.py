@@ -22,6 +22,7 @@ from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
 from .speculation.choice import DraftSampling, Speculation
 from .speculation.replay import Recording
+from .strategies.lossy import LossyOptions
 from .strategies.strategy import Strategy
 from .structure.response_format import ResponseFormat
 from .text.detokenizer import AnswerStart
@@ -48,7 +49,7 @@ _LARGEST = 1e30
 
 @documented
 @dataclass(frozen=True)
-class GenerateOptions(SearchOptions, SteeringOptions):
+class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions):
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = option(
@@ -349,7 +350,8 @@ class Request:
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of the answer's tokens are computed."""
         options = self.options
-        return options.ranked or options.logprobs is not None or options.least_confidence > 0
+        shown = options.logprobs is not None or options.lossy is not None
+        return options.ranked or shown or options.least_confidence > 0
 
     def kept_tokens(self, token_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of the answered sequence whose slots are to be kept on disk."""

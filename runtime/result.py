@@ -153,6 +153,8 @@ class Stats:
     """The stop sequence before which the answer ended; empty where it ended otherwise."""
     best_of: BestOf | None = None
     """How the best answers were chosen; only the first of them has this."""
+    by_model: Mapping[str, int] = field(default_factory=dict)
+    """Number of tokens of a lossy completion that the draft model chose, `draft`, and the model itself, `target`."""
 
     def __add__(self, other: Stats) -> Stats:
         """Add the statistics of two answers. Their rounds are not kept."""
@@ -163,10 +165,11 @@ class Stats:
             for name in dict.fromkeys((*self.by_source, *other.by_source))
         }
         depths = zip_longest(self.by_depth, other.by_depth, fillvalue=nothing)
-        readers = dict(Counter(self.prompt_readers) + Counter(other.prompt_readers))
+        counts = ("prompt_readers", "by_model")
+        sums |= {name: dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in counts}
         by_depth = tuple(mine + its for mine, its in depths)
         totals = self.logprob_totals.joined(other.logprob_totals)
-        return Stats(**sums, by_source=sources, by_depth=by_depth, prompt_readers=readers, logprob_totals=totals)
+        return Stats(**sums, by_source=sources, by_depth=by_depth, logprob_totals=totals)
 
     @classmethod
     def total(cls, answers: Iterable[Stats]) -> Stats:
@@ -227,6 +230,8 @@ class StatsRecorder:
         self.completion_tokens = self.text_tokens = 0
         self.shifts = 0
         self.logprob_totals = NO_LOGPROBS
+        self.by_draft: list[bool] = []
+        """For every token of a lossy answer that was chosen, whether it was the draft model's choice."""
         self._steps: list[Step] = []
         self._started = time.perf_counter()
         self._first_token: float | None = None
@@ -256,6 +261,7 @@ class StatsRecorder:
             fillvalue=0,
         )
         passes = [step.target_passes for step in self._steps]
+        by_draft = self.by_draft[: self.completion_tokens]
         return Stats(
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
@@ -287,6 +293,7 @@ class StatsRecorder:
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
             logprob_totals=self.logprob_totals,
             stop_sequence=stop_sequence,
+            by_model={"draft": sum(by_draft), "target": by_draft.count(False)} if by_draft else {},
         )
 
 

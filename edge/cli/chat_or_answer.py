@@ -47,7 +47,7 @@ def chat_or_answer(
     Examples: edge-run my-model -p "Why is the sky blue?" -n 200 --stats; edge-run my-model --continue; edge-run
     my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
     --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?";
-    edge-run my-model --tools servers.json
+    edge-run my-model --tools servers.json; edge-run my-model -p "Name a boat." --lossy bild:0.6,3 --stats;
     edge-run my-model --documents notes -p "When does the lease end?"
     """
     if model is not None and not may_be_model(model):  # before a prompt is read

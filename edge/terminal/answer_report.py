@@ -43,6 +43,9 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     ]
     if stats.mean_logprob is not None:
         parts.append(f"mean log-probability {stats.mean_logprob:.3f}")
+    if stats.by_model:
+        share = stats.by_model.get("draft", 0) / sum(stats.by_model.values())
+        parts.append(f"lossy: {share:.0%} of the tokens by the draft model")
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
@@ -145,6 +148,7 @@ def _answer_json(reply: Reply, speculation: Speculation, load_s: float, *, with_
             "passes_kept": stats.passes_kept,
             "hidden_ms": round(stats.hidden_s * 1e3, 3),
         },
+        **({"tokens_by_model": dict(stats.by_model)} if stats.by_model else {}),
     }
     if stats.mean_logprob is not None:
         described["mean_logprob"] = stats.mean_logprob

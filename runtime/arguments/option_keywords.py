@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ..speculation.choice import DraftSampling, Speculation
+from ..strategies.lossy import LossyRule
 from ..strategies.strategy import Strategy
 from ..structure.response_format import ResponseFormat
 
@@ -40,6 +41,7 @@ class LoadKeywords(TypedDict, total=False):
 class GenerateKeywords(TypedDict, total=False):
     """The options of `GenerateOptions` by name."""
 
+    lossy: LossyRule | str | None
     adapter: str | None
     control: str | None
     control_strength: float

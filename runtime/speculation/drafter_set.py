@@ -11,6 +11,7 @@ from ..kv.arena import KVArena
 from ..options import Request
 from ..sampling.sampler import SamplingParams
 from ..scheduling.work_thread import WorkThread
+from ..strategies.lossy import LossySpeculator
 from .choice import SOURCE_NAMES, DraftSampling
 from .draft_ahead import DraftAhead
 from .draft_loading import NewDraftModel
@@ -31,8 +32,8 @@ from .sampled_speculator import SampledSpeculator
 from .speculator import Speculator
 from .tree import Source
 
-_SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool]
-"""The drafters; whether a recorded answer is replayed; whether near ties are recomputed."""
+_SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool, str]
+"""The drafters; whether a recorded answer is replayed; whether near ties are recomputed; the rule of a lossy answer."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,11 @@ class DrafterSet:
         if recording is not None:
             # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
             chosen -= {Source.RECYCLED}
-        return self._speculator((chosen, recording is not None, request.options.exact)) if chosen else None
+        rule = request.options.lossy if recording is None else None
+        if rule is not None:
+            self._check_lossy(chosen)
+        key = (chosen, recording is not None, request.options.exact, "" if rule is None else str(rule))
+        return self._speculator(key) if chosen else None
 
     def oracle_speculator(self, recording: Recording, start: int) -> Speculator:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
@@ -145,7 +150,8 @@ class DrafterSet:
         if key not in self._speculators:
             drafters = [drafter for source, drafter in self._drafters.items() if source in key[0]]
             model = self.model if self.model is not None and self.model.source in key[0] else None
-            self._speculators[key] = made = Speculator(
+            kind = LossySpeculator if key[3] else Speculator
+            self._speculators[key] = made = kind(
                 drafters,
                 self._shared.cost,
                 model=model,
@@ -155,6 +161,20 @@ class DrafterSet:
             )
             self._shared.mixers[key] = made.mixer
         return self._speculators[key]
+
+    def _check_lossy(self, chosen: frozenset[Source]) -> None:
+        """Check that there is a draft model whose choices depend on the text alone.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self.model is None or self.model.source not in chosen:
+            raise InputError("lossy decoding needs a draft model", _HINTS[Source.MODEL])
+        if type(self.model) is not DraftModel:  # what others draft depends on what the target has computed
+            raise InputError(
+                "lossy decoding needs a draft model of its own, not a draft head or a draft of the model's layers",
+                _HINTS[Source.MODEL],
+            )
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if draft_sampling not in self._sampled:

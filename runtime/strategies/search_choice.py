@@ -21,7 +21,7 @@ SEARCHES: Final[Mapping[str, Callable[[GenerateOptions, TextTokenizer], Search]]
     "adadec": adadec.search,
 }
 """What makes the search, for each option that asks for one."""
-_CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling")
+_CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling", "lossy")
 _ADJUSTING: Final = (
     "repeat_penalty",
     "presence_penalty",

@@ -102,6 +102,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ..speculation.choice import DraftSampling, Speculation
+from ..strategies.lossy import LossyRule
 from ..strategies.strategy import Strategy
 from ..structure.response_format import ResponseFormat
 '''

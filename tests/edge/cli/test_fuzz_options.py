@@ -49,6 +49,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "prompt": ("list files", "a"),
     "method": ("rtn", "k-quant"),
     "draft_sampling": ("chain", "tree", "ngram"),
+    "lossy": ("bild:0.6,3", "typical:0.1", "entropy:1", "lead:4"),
     "power": ("auto", "performance", "saver"),
     **dict.fromkeys(("prefix_cache", "prefix_disk"), ("0", "2MB", "1.5GiB")),
     "logit_bias": ("5=1", "0=-100"),
