@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -28,15 +27,13 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...version import __version__
-from ..service.request_error import ErrorCode, RequestError
 from .endpoints import RequestService
 from .http_messages import JsonResponse, UnreadBodyResponse, error_response
-from .http_protocol import RefusedError
+from .http_protocol import RefusedError, server_failure
 from .protocols import PROTOCOLS
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
-_log: Final = logging.getLogger(__name__)
 _CLIENT_GONE: Final = 499
 """Status under which requests are counted whose client went away before a response."""
 _WITH_BODY: Final = ("POST", "PUT", "PATCH")
@@ -152,9 +149,7 @@ class _RequestCount:
         except Exception as error:
             if status != _CLIENT_GONE:
                 raise
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            failure = RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
-            await error_response(failure, scope)(scope, receive, counted)
+            await error_response(server_failure(error), scope)(scope, receive, counted)
         finally:
             # Paths come from clients, and the number of names in the metrics must stay small.
             routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)

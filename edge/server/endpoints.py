@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
@@ -24,19 +23,14 @@ from ..service.generation_fields import GenerationRequest
 from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
-from ..service.request_error import ErrorCode, RequestError, describe
-from .http_messages import error_response, next_events, read_body, watching_client
-from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json
+from ..service.request_error import describe
+from .http_messages import LARGE_BODY, error_response, next_events, read_body, watching_client
+from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json, server_failure
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
-_log: Final = logging.getLogger(__name__)
 _JOIN_S: Final = 5.0
 """Seconds to wait for the end of a thread that was cancelled."""
-_LARGE_BODY: Final = 64 << 10
-"""Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting. What it takes in
-memory is returned to the system."""
-
 _PARSERS: Final = ThreadPoolExecutor(2, "edge-run parser")
 """Parses large bodies: two at a time, so that what they take in memory stays bounded."""
 Compute: TypeAlias = Callable[..., Iterator[bytes]]
@@ -144,7 +138,7 @@ class Endpoint(ProtocolRoute):
         if (body := await read_body(scope, receive, send, self._service.settings)) is None:
             return
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
-        large = len(body) >= _LARGE_BODY
+        large = len(body) >= LARGE_BODY
         pieces: LoopQueue[bytes] = LoopQueue()
         try:
             parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self._parse, body) if large else None
@@ -247,8 +241,7 @@ class Endpoint(ProtocolRoute):
             limit = self._service.settings.request_timeout_s
             return RefusedError(HTTPStatus.GATEWAY_TIMEOUT, "timeout", f"the answer took more than {limit:g} seconds")
         if isinstance(error, Exception):
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            return RequestError(f"the server failed: {type(error).__name__}", code=ErrorCode.INTERNAL)
+            return server_failure(error)
         return None
 
 

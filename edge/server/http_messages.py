@@ -17,6 +17,9 @@ from ...runtime.scheduling.request_run import LoopQueue
 from .http_protocol import RefusedError, encode_json, error_status, protocol_of
 from .server_settings import ServerSettings
 
+LARGE_BODY: Final = 64 << 10
+"""Bytes of a body from which on it is parsed in a thread, or it would keep all other clients waiting, and what it took
+in memory goes back to the system."""
 RETRY_AFTER_S: Final = 1
 """Seconds after which a client may repeat a request that was refused because others are waiting."""
 _LINGER_S: Final = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ from ...errors import EdgeError
 from ...models.hub.client import ConnectionFailedError, OfflineError
 from ..service.request_error import ErrorCode, RequestError, describe
 
+_log: Final = logging.getLogger(__name__)
 _STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
     ErrorCode.MODEL_NOT_FOUND: HTTPStatus.NOT_FOUND,
     ErrorCode.TOO_LARGE: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -63,6 +65,12 @@ class RefusedError(EdgeError):
         self.status: Final = status
         self.code: Final = code
         self.headers: Final = dict(headers or {})
+
+
+def server_failure(error: Exception, hint: str = "") -> RequestError:
+    """The error of a request on which the server fails; its log says more."""
+    _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    return RequestError(f"the server failed: {type(error).__name__}", hint, code=ErrorCode.INTERNAL)
 
 
 def _described(error: EdgeError) -> RefusedError | RequestError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -18,16 +17,12 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EdgeError, UnknownIdError
 from ...runtime.graph.memory import trim_heap
 from ..service.body_decoder import MAX_CHARACTERS, decode_body
-from ..service.request_error import ErrorCode, RequestError
-from .http_messages import JsonResponse, error_response, read_body
-from .http_protocol import OPENAI, Protocol, ProtocolRoute, RefusedError
+from .http_messages import LARGE_BODY, JsonResponse, error_response, read_body
+from .http_protocol import OPENAI, Protocol, ProtocolRoute, RefusedError, server_failure
 from .server_settings import ServerSettings
 
-_log: Final = logging.getLogger(__name__)
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")
 _SLOW: Final = ThreadPoolExecutor(2, "edge-run api, slow")
-_LARGE_BODY: Final = 64 << 10
-"""Bytes of a body from which on the memory that it took goes back to the system."""
 Handler: TypeAlias = Callable[..., object]
 """Answers a request, in a thread: returns what becomes the JSON response, or a response; errors are EdgeErrors.
 
@@ -117,12 +112,9 @@ class JsonRoute(ProtocolRoute):
                 return error_response(not_found(error.what, error.hint), request.scope)
             return error_response(error, request.scope)
         except Exception as error:  # noqa: BLE001  what it is goes to the log
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-            what = f"the server failed: {type(error).__name__}"
-            failure = RequestError(what, "its log says more", code=ErrorCode.INTERNAL)
-            return error_response(failure, request.scope)
+            return error_response(server_failure(error, "its log says more"), request.scope)
         finally:
-            if len(body) >= _LARGE_BODY:
+            if len(body) >= LARGE_BODY:
                 trim_heap()
         return result if isinstance(result, Response) else JsonResponse(result)
 
