@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,17 @@ def test_vectors_are_made_once_go_on_after_an_end_and_follow_the_files(
             assert index.nearest(encoder, QUESTION, 5) == []
 
 
+def test_several_may_make_vectors_at_a_time(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """None is made twice, because each batch is one transaction."""
+    with_index(folder, DocumentIndex.update)
+    lengths = counted(monkeypatch)
+    with edgerun.load_encoder(write_encoder(tmp_path / "encoder")) as encoder, ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(with_index, folder, lambda index: index.embed(encoder)) for _ in range(3)]:
+            each.result()
+    with DocumentIndex(folder) as index:
+        assert (len(stored(index)), len(lengths)) == (40, 40)
+
+
 @pytest.mark.parametrize("batches", [1, 2])
 def test_killing_the_process_keeps_the_vectors_that_are_made(
     folder: Path, tmp_path: Path, monkeypatch: Patch, batches: int
@@ -173,6 +185,26 @@ def test_an_installed_encoder_is_used_and_another_is_chosen_by_its_name(
     assert error == "missing does not exist; give an .onnx file or a model folder"
     error = fails(capsys, *asked, "--embedding-model", "a-reranker")
     assert error == "a-reranker makes scores of pairs of texts, not vectors; choose another model"
+
+
+@pytest.mark.parametrize("chosen", [None, "none"])
+def test_the_app_finds_passages_by_meaning(long_bundle: Path, folder: Path, tmp_path: Path, chosen: str | None) -> None:
+    pytest.importorskip("starlette", reason="needs the app extra")
+    from support.app_server import new_conversation, running_app, send, window
+
+    install(tmp_path / "home")
+    options = () if chosen is None else ("--embedding-model", chosen)
+    with (
+        running_app(tmp_path / "home", long_bundle, "--draft", "none", *options) as app,
+        app.entered() as client,
+        window(app, client.cookies) as page,
+    ):
+        conversation = new_conversation(page.client, documents=[str(folder)], sampling={"max_tokens": 2})
+        answer = page.wait_for_end(send(page.client, conversation, QUESTION)["id"])
+    sources = [each["source"] for each in answer["passages"]]
+    assert (sources[:1], answer["stats"].get("no_passage")) == (
+        (["town/23.txt"], None) if chosen is None else ([], True)
+    )
 
 
 def test_rankings_by_words_and_by_meaning_are_merged(

@@ -173,11 +173,13 @@ def test_a_model_is_told_by_the_outputs_of_its_graph(tmp_path: Path, tiny_bundle
 
 def test_an_encoder_of_the_hub_comes_with_its_pooling(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "model", pooling="pooling_mode_cls_token")
+    write_json(folder / "config_sentence_transformers.json", {"prompts": {"query": "query: "}})
     with own_hub(tmp_path / "hf") as hub:
         hub.repo("org/vectors", files_of(folder))
         with edgerun.load_encoder("org/vectors", threads=1) as encoder:
             expected = [unit(states_of(own_ids(encoder, text))[0]) for text in TEXTS]
             np.testing.assert_allclose(encoder.embed(TEXTS), expected, atol=2e-6)
+            assert encoder.prompts == {"query": "query: "}
 
 
 def test_threads_use_an_encoder_at_a_time(tmp_path: Path) -> None:
