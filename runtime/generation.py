@@ -256,8 +256,9 @@ class Generation:
                     exact_speculator, self._epsilon = speculator, report.epsilon
             speculator = exact_speculator
         self._speculator = speculator
-        self._sequence.bound.prefers_base = request.options.exact
-        self._sequence.bound.shares_passes = not request.options.exact
+        # Further graphs, and packed ones, give no hidden states.
+        alone = request.options.exact or (request.search is not None and request.search.reads_states)
+        self._sequence.bound.prefers_base, self._sequence.bound.shares_passes = alone, not alone
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
         self._kept = self._sequence.continue_with(request.prompt_ids)
         # The last token of a prompt always runs again.

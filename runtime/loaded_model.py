@@ -43,7 +43,7 @@ from .speculation.choice import Speculation
 from .speculation.draft_loading import DraftTarget, PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
-from .strategies.anchor_model import AnchorModel
+from .strategies.anchor_model import anchor_sequences
 from .strategies.search_choice import search_of
 from .strategies.second_reader import second_readers, with_second_prompts
 from .structure.format_compiler import FormatCompiler
@@ -132,7 +132,7 @@ class LoadedModel:
         """Which graph reads prompts."""
         self.prefill_choice.prepare(progress)
         target = DraftTarget(bundle, self.graph_io, self.context, options.cache, None, self.prefixes)
-        self._anchor = None if options.anchor is None else AnchorModel(options.anchor, config, target, progress)
+        self._anchor = anchor_sequences(options.anchor, config, target, progress)
         trim_heap()
 
     @property
@@ -354,8 +354,7 @@ class LoadedModel:
             return self._aligned(sequence, request, cancelled)
         sequence = sequence or self.continued_prefix(request.prompt_ids, request.options)
         sequence.steer(self._open_graph().steering(request.options))
-        anchor = None if self._anchor is None else self._anchor.sequence
-        readers = second_readers(request, self.continued_prefix, anchor, cancelled)
+        readers = second_readers(request, self.continued_prefix, self._anchor, cancelled)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled, readers).generate()
 
     def _aligned(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
@@ -369,12 +368,13 @@ class LoadedModel:
 
     def continued_prefix(self, prompt_ids: Sequence[int], options: GenerateOptions) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
-        graph = self._open_graph()
-        prefixes = self.prefixes.of(steering := graph.steering(options))
+        prefixes = self.prefixes.of(steering := self._open_graph().steering(options))
         # What another request has computed may differ in the last bits, so exact answers start afresh.
-        arena = prefixes.take(() if options.exact else prompt_ids)
-        bound = graph.bind(arena).steered(steering)
-        return CachedSequence(bound, list(prompt_ids[: arena.length]), self._progress, prefixes)
+        arena = prefixes.take(() if options.exact or options.penalty_alpha else prompt_ids)
+        if options.penalty_alpha:
+            arena.features = FeatureSlots(self.graph_io.hidden_size or 0, self.context)
+        bound, known = self._open_graph().bind(arena).steered(steering), list(prompt_ids[: arena.length])
+        return CachedSequence(bound, known, self._progress, None if options.penalty_alpha else prefixes)
 
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""

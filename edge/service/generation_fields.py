@@ -114,6 +114,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     extract: Annotated[str | None, option_meta("extract", extension=True)] = None
     cntp: Annotated[bool | None, option_meta("cntp", extension=True)] = None
     adadec: Annotated[bool | None, option_meta("adadec", extension=True)] = None
+    penalty_alpha: Annotated[float | None, option_meta("penalty_alpha", extension=True)] = None
     trials: Annotated[int | None, option_meta("trials", extension=True)] = None
     entropy: Annotated[float | None, option_meta("entropy", extension=True)] = None
     vote: Annotated[bool | None, option_meta("vote", extension=True)] = None

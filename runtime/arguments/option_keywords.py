@@ -53,6 +53,7 @@ class GenerateKeywords(TypedDict, total=False):
     extract: str | None
     cntp: bool
     adadec: bool
+    penalty_alpha: float
     trials: int
     entropy: float
     vote: bool

@@ -63,6 +63,14 @@ class SearchOptions(OptionRecord):
     adadec: bool = option(
         False, "Where the model is uncertain, rank its likeliest tokens by looking some tokens ahead."
     )
+    penalty_alpha: float = option(
+        0.0,
+        "Contrastive search: of the top_k likeliest tokens, or 4, take the one whose hidden state is least like those "
+        "of the text before it; this is the weight of the likeness. The model must give hidden states.",
+        least=0,
+        most=1,
+        metavar="X",
+    )
     trials: int = option(4, "Number of trials of cntp and adadec.", least=2, most=_MOST_BEAMS, metavar="N")
     entropy: float = option(
         1.0, "Entropy in nats above which the model is uncertain, for cntp and adadec.", least=0, metavar="NATS"

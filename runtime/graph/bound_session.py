@@ -8,6 +8,7 @@ logits, some let new tokens after a cache attend to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -65,6 +66,8 @@ class BoundSession(BoundGraph):
         self._inputs: Final = PassInputs(self._io, graph_io)
         self._logits: LogitsOutput = self._logits_output()
         self._hidden: Final = HiddenStatesOutput(self._io, graph_io) if hidden_states else None
+        if arena.features is not None and graph_io.draft_features is None:
+            graph_io = replace(graph_io, draft_features=graph_io.hidden_states)
         self._features: Final = None if graph_io.feature_size is None else FeaturesOutput(self._io, graph_io)
         self.host_bytes = 0
         """Bytes of logits and hidden states that were copied from a device; 0 in this process's memory."""

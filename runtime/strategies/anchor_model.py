@@ -19,6 +19,7 @@ from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache
 from ..options import GenerateOptions
 from ..speculation.draft_loading import DraftTarget
+from .second_reader import NewSequence
 
 
 class AnchorModel:
@@ -61,3 +62,10 @@ class AnchorModel:
 
     def _new_arena(self) -> KVArena:
         return self._graph.arena(self._context)
+
+
+def anchor_sequences(
+    name: str | os.PathLike[str] | None, config: SessionConfig, target: DraftTarget, progress: Progress
+) -> NewSequence | None:
+    """What makes sequences of the anchor; None where none is named. Arguments and errors are those of `AnchorModel`."""
+    return None if name is None else AnchorModel(name, config, target, progress).sequence

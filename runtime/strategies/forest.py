@@ -73,6 +73,13 @@ class Forest:
         self._ancestors = np.vstack([np.pad(self._ancestors, ((0, 0), (0, new))), mask])
         return logits
 
+    def states(self) -> Floats:
+        """Hidden states float32 `[n, d]` of the text and of the nodes, in a new array; the arena must keep them."""
+        arena = self._bound.arena
+        if arena.features is None:
+            raise ValueError("the cache was made without hidden states")
+        return arena.features.read(0, arena.length).copy()
+
     def keep(self, nodes: Sequence[int]) -> list[int]:
         """Drop all nodes but some and their ancestors, and free their slots; returns the new numbers of `nodes`."""
         alive = np.flatnonzero(self._ancestors[list(nodes)].any(axis=0))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
 from ...errors import InputError
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
-from ..graph.bound_graph import BoundGraph
+from ..graph.bound_graph import BoundGraph, NewTokens
+from ..graph.graph_io import Floats
 from ..prefill import Cancelled, prefill
 from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
@@ -104,6 +105,9 @@ def log_probabilities(logits: Logits) -> Logits:
 class Search(ABC):
     """A strategy that compares several continuations of a prompt."""
 
+    reads_states: ClassVar[bool] = False
+    """Whether it reads hidden states, those of the prompt too; see `Forest.states`."""
+
     @abstractmethod
     def steps(self, run: SearchRun) -> Iterator[Step]:
         """Search, and yield the steps of the answer as soon as they are certain.
@@ -146,6 +150,16 @@ class RankingSearch(Search):
         yield self.found.pop(0).step(run.forest.passes)
 
 
+class _WithStates(BoundGraph):
+    """A graph whose passes compute the logits of all tokens, since it gives the hidden states of these alone."""
+
+    def __init__(self, bound: BoundGraph) -> None:
+        self.graph_io, self.arena, self._bound = bound.graph_io, bound.arena, bound
+
+    def run(self, new: NewTokens) -> Floats:
+        return self._bound.run(new._replace(wanted=np.arange(len(new.ids))))[new.wanted]
+
+
 def search_steps(
     search: Search,
     bound: BoundGraph,
@@ -173,7 +187,8 @@ def search_steps(
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
     forest = None
     try:
-        logits, passes, readers = prefill(bound, prompt_ids, limits.cancelled, limits.progress)
+        reader = _WithStates(bound) if search.reads_states else bound
+        logits, passes, readers = prefill(reader, prompt_ids, limits.cancelled, limits.progress)
         yield Step((), target_passes=passes, prompt_readers=readers)
         forest = Forest(bound, limits.cancelled)
         yield from search.steps(SearchRun(forest, logits.copy(), sampler, limits, most_tokens, constraint, log_softmax))

@@ -10,7 +10,7 @@ from ...errors import InputError
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
 from ..text.tokenizer import TextTokenizer
-from . import adadec, beams, best_first, cntp
+from . import adadec, beams, best_first, cntp, contrastive
 from .search import RankingSearch, Search
 
 SEARCHES: Final[Mapping[str, Callable[[GenerateOptions, TextTokenizer], Search]]] = {
@@ -19,6 +19,7 @@ SEARCHES: Final[Mapping[str, Callable[[GenerateOptions, TextTokenizer], Search]]
     "extract": best_first.search,
     "cntp": cntp.search,
     "adadec": adadec.search,
+    "penalty_alpha": contrastive.search,
 }
 """What makes the search, for each option that asks for one."""
 _CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling", "lossy")
@@ -55,4 +56,8 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
     if not graph_io.supports_trees or graph_io.states or graph_io.window_biases:
         what = f"{wanted[0]} is given, and the graph takes no tree mask, or has recurrent states or windows"
         raise InputError(what, "leave it out, or choose a model that can run several continuations in one pass")
+    states = graph_io.hidden_states
+    if search.reads_states and (states is None or len(states.shape) != 2 or graph_io.draft_features is not None):
+        what = f"{wanted[0]} is given, and the graph does not give the hidden states of the tokens with logits alone"
+        raise InputError(what, "export the model with --hidden-states, and without a draft head")
     return search
