@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.nightly import some_nightly
-
 tiny_models = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 from edgerun.edge.cli.main import main  # noqa: E402
 from edgerun.export import WeightFormat, parse_budget  # noqa: E402
@@ -20,7 +18,6 @@ from edgerun.export.checkpoint.layer_weights import FusedLinear  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
 from support.known_timings import KnownMachine, use_machine  # noqa: E402
 
-CASES = 200
 EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next")
 FAMILIES = sorted(tiny_models.FAMILY_SETTINGS.keys() - {"gemma4_text"})
 """All families but the one whose layers differ, which mixed exports refuse."""
@@ -28,7 +25,8 @@ METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
 SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
 
-@pytest.mark.parametrize("seed", some_nightly(range(CASES), every=CASES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(200))
 def test_mixed_exports_of_random_shapes(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:

@@ -97,11 +97,7 @@ class Drafted(NamedTuple):
     drafter: str
 
     def answer(self, prompt: str, options: GenerateOptions, *others: Speculation) -> int:
-        """Assert that answers with the drafter, and with other choices, are plain decoding's.
-
-        Returns:
-            Number of tokens that the draft model drafted, the fewest of an answer.
-        """
+        """Assert that the texts of all choices are plain decoding's; returns the fewest tokens of the drafter."""
         plain, drafted = self.engine.generate(prompt, options, speculation=OFF), []
         assert (plain.stats.drafted, plain.stats.by_source, plain.stats.tokens_per_pass) == (0, {}, 1.0)
         check_counts(plain.stats)
