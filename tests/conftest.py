@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,11 @@ share_machine()
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than processors: a quarter of the time, a worker waits for a process, a server or a browser."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_finish() -> None:
+    """No garbage is looked for among half a million objects of modules and tests, which stay until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,11 +22,8 @@ from support.processes import EDGE_RUN, started_until
 
 PATIENCE_S = 120.0
 """Limit of every wait, far above what it takes."""
-_CLIENT: Final[dict[str, Any]] = {
-    "timeout": PATIENCE_S,
-    "trust_env": False,
-    "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # a default one reads a file of trusted issuers, for each client
-}
+_CLIENT: Final[Any] = {"timeout": PATIENCE_S, "trust_env": False, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
+"""Options of clients; a default context of TLS reads a file of trusted issuers."""
 
 
 @dataclass

@@ -19,5 +19,5 @@ def some_nightly(cases: Iterable[Any], every: int) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Number of examples of a property test: half of those it names every day, at least 30, and all of them nightly."""
-    return count if NEW_EXAMPLES else max(count // 2, min(count, 30))
+    """Number of examples of a property test: all of those it names nightly, and every day a third, at least 20."""
+    return count if NEW_EXAMPLES else max(count // 3, min(count, 20))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from starlette.applications import Starlette
 
@@ -16,6 +15,9 @@ from edgerun.edge.server.protocols.anthropic import MessagesBody
 from edgerun.edge.service.generation_fields import GenerationRequest
 from support.scripted_model import WEATHER, write_calling_bundle
 from support.serving import Served, asked, served
+
+if TYPE_CHECKING:  # most processes of a run do not use the package, whose import takes a second
+    import anthropic
 
 QUESTION: Any = {"role": "user", "content": "Weather in Paris and Rome?"}
 FUNCTION = WEATHER["function"]
@@ -41,6 +43,8 @@ def server(model: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.base, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -160,6 +164,8 @@ def test_null_is_the_same_as_leaving_a_field_out_in_blocks_too() -> None:
 
 
 def test_errors_have_anthropics_form(client: anthropic.Anthropic, server: Served) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
         client.messages.create(model="claude", max_tokens=1, messages=[QUESTION])
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
