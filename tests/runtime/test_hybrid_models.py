@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,22 +236,6 @@ def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
         "past_key_values.1.key": [1, 2, 0, 32],
         "past_key_values.2.key": [1, 2, 0, 16],
     }
-
-
-@pytest.mark.parametrize("family", ["gemma4_text", "llama"])
-def test_single_steps_and_rewinds_leave_the_logits_of_one_pass(
-    tiny_bundle_of: Callable[[str, str], Path], family: str
-) -> None:
-    graph = GraphSession(tiny_bundle_of(family, "fp32") / "model.onnx", SessionConfig(choose_device("cpu"), 1))
-    bound, random, tokens = graph.bind(graph.arena(128)), np.random.default_rng(3), list(range(7, 67))
-    expected = graph.bind(graph.arena(128)).forward(tokens).copy()
-    for turn in range(80):
-        bound.arena.rewind_to(int(random.integers(0, min(bound.arena.length, 59) + 1)))
-        start = bound.arena.length
-        part = tokens[start : start + (1 if turn % 2 else int(random.integers(2, 30)))]
-        logits = bound.forward(part)
-        bound.arena.commit(len(part))
-        np.testing.assert_allclose(logits, expected[start : start + len(part)], atol=2e-4)
 
 
 def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
@@ -18,9 +18,6 @@ from edgerun.edge.app.start_at_login import change_login, login_files, login_sta
 from edgerun.errors import InputError
 from support.app_server import running_app
 from support.processes import started
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 PYTHON = '/a folder/100% "$HOME"\\python'
 
@@ -130,7 +127,7 @@ def test_the_page_asks_for_it(tiny_bundle: Path, home: Path) -> None:
     assert files_in(home) == set()
 
 
-def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home: Path, chromium: Browser) -> None:
+def test_the_switch_of_the_settings_shows_what_it_writes(tiny_bundle: Path, home: Path, chromium: Any) -> None:
     from playwright.sync_api import expect
 
     from support.browser import browser_page, look
