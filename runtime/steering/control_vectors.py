@@ -46,7 +46,10 @@ def read_control_vector(path: Path, layers: int, hidden_size: int) -> dict[str, 
     Source: llama.cpp, common/common.cpp and src/llama-adapter.cpp.
     """
     inputs: dict[str, Array] = {}
-    for name, stored in read_gguf_header(path).tensors.items():
+    tensors = read_gguf_header(path).tensors
+    if not tensors:
+        raise CheckpointError(f"{path} has no tensors", AGAIN)
+    for name, stored in tensors.items():
         found = _DIRECTION.fullmatch(name)
         if found is None or int(found[1]) >= layers or stored.shape != (hidden_size,) or stored.type != _FLOAT32:
             what = f"{path} has {name} of the shape {list(stored.shape)} and type {stored.type}"

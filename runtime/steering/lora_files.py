@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,7 +74,9 @@ def read_lora(folder: Path, linears: Mapping[str, Linear]) -> dict[str, Array]:
     config = read_json_object(folder / CONFIG, CheckpointError, "give the folder of a LoRA adapter that PEFT has saved")
     _check_config(folder, config)
     tensors = read_safetensors(folder / WEIGHTS)
-    adapters: dict[str, dict[int, tuple[Array, Array]]] = defaultdict(dict)
+    if not tensors:
+        raise CheckpointError(f"{folder / WEIGHTS} has no tensors", DOWNLOAD_AGAIN)
+    adapters: dict[str, list[tuple[Array, Array, int]]] = defaultdict(list)
     for module in dict.fromkeys(_MATRIX.sub("", name) for name in tensors):
         found = _MODULE.fullmatch(module)
         kind, part = _MODULES.get(found[2], _NONE) if found is not None else _NONE
@@ -83,16 +85,12 @@ def read_lora(folder: Path, linears: Mapping[str, Linear]) -> dict[str, Array]:
             hint = "adapters may change the linears of attention and of dense feed-forwards: give one for this model"
             raise CheckpointError(f"{folder / WEIGHTS} has {module!r:.200}, and the model has no such linear", hint)
         columns, widths = linears[name]
-        parts = range(len(widths)) if part == _WHOLE else range(part, part + 1)
-        rows = widths[parts.start : parts.stop]
+        start, rows = (0, sum(widths)) if part == _WHOLE else (sum(widths[:part]), widths[part])
         a, b = (_matrix(folder, tensors, f"{module}.lora_{which}.weight") for which in "AB")
-        if a.shape[1] != columns or b.shape != (sum(rows), len(a)):
+        if a.shape[1] != columns or b.shape != (rows, len(a)):
             what = f"{folder / WEIGHTS} has {module!r:.200} with {a.shape[1]} inputs and {len(b)} outputs"
-            hint = "give an adapter for this model"
-            raise CheckpointError(f"{what}, and the model has {columns} and {sum(rows)}", hint)
-        scaled = b * np.float32(_scale(folder, config, module, len(a)))
-        for each, of_part in zip(parts, np.split(scaled, np.cumsum(rows)[:-1]), strict=True):
-            adapters[name][each] = a, of_part
+            raise CheckpointError(f"{what}, and the model has {columns} and {rows}", "give an adapter for this model")
+        adapters[name].append((a, b * np.float32(_scale(folder, config, module, len(a))), start))
     return _inputs(adapters, linears)
 
 
@@ -129,18 +127,22 @@ def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> f
 
 
 def _inputs(
-    adapters: Mapping[str, Mapping[int, tuple[Array, Array]]], linears: Mapping[str, Linear]
+    adapters: Mapping[str, Sequence[tuple[Array, Array, int]]], linears: Mapping[str, Linear]
 ) -> dict[str, Array]:
-    """The inputs for the adapters of parts of linears, padded with zeros to the largest rank of a linear."""
-    inputs: dict[str, Array] = {}
-    for name, by_part in adapters.items():
-        columns, widths = linears[name]
-        rank = max(len(a) for a, _ in by_part.values())
-        first = inputs[lora_a(name)] = np.zeros((columns, len(widths) * rank), np.float32)
-        for part, width in enumerate(widths):
-            second = inputs[lora_b(name, part)] = np.zeros((rank, width), np.float32)
-            if part in by_part:
-                a, b = by_part[part]
-                first[:, part * rank : part * rank + len(a)] = a.T
-                second[: len(a)] = b.T
+    """The inputs for the adapters of modules, each with its first output: side by side in A, in blocks of B."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for name in (name for name in linears if name in adapters):
+        (columns, widths), rank = linears[name], sum(len(a) for a, _, _ in adapters[name])
+        shapes |= {lora_a(name): (columns, rank), lora_b(name): (rank, sum(widths))}
+    # In one buffer, in the order in which a pass reads them, matrices are read in a sixth less time than apart.
+    ends = np.cumsum([rows * columns for rows, columns in shapes.values()]).tolist()
+    parts = np.split(np.zeros(ends[-1], np.float32), ends[:-1])
+    inputs = {name: part.reshape(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    for name, modules in adapters.items():
+        first = 0
+        for a, b, start in modules:
+            last = first + len(a)
+            inputs[lora_a(name)][:, first:last] = a.T
+            inputs[lora_b(name)][first:last, start : start + len(b)] = b.T
+            first = last
     return inputs

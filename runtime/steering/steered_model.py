@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...errors import InputError
 from ...models.bundle import Bundle
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
-from ...models.onnx_file.model_messages import Message, attribute_values, node, tensor, value_info
+from ...models.onnx_file.model_messages import Message, attribute_values, tensor, value_info
 
 Array = npt.NDArray[np.float32]
 _LINEAR: Final = re.compile(r"(layers\.\d+\.\w+)(?:\.product)?")
@@ -26,13 +26,13 @@ _LINEAR: Final = re.compile(r"(layers\.\d+\.\w+)(?:\.product)?")
 
 
 def lora_a(linear: str) -> str:
-    """Name of the input A of a linear: float32 `[columns, parts * rank]`, those of its parts side by side."""
+    """Name of the input A of a linear: float32 `[columns, rank]`."""
     return f"{linear}.lora_a"
 
 
-def lora_b(linear: str, part: int) -> str:
-    """Name of the input B of a part of a linear: float32 `[rank, outputs of the part]`."""
-    return f"{linear}.lora_b.{part}"
+def lora_b(linear: str) -> str:
+    """Name of the input B of a linear: float32 `[rank, outputs]`."""
+    return f"{linear}.lora_b"
 
 
 def control(layer: int) -> str:
@@ -133,21 +133,16 @@ class SteeredModel:
 
     def _with_adapter(self, each: Message, name: str) -> list[Message]:
         """The nodes of a linear: its own, those of the adapter, and the sum."""
-        output, (columns, widths) = each.output[0], self.linears[name]
-        first = self._input(lora_a(name), [columns, f"{name}.ranks"], (columns, 0))
-        low, parts = [f"{output}.low"], [f"{output}.part.{part}" for part in range(len(widths))]
-        nodes = [each, onnx_node("MatMul", [each.input[0], first], low[0])]
-        if len(parts) > 1:
-            low = [f"{output}.low.{part}" for part in range(len(parts))]
-            nodes.append(node("Split", [f"{output}.low"], low, axis=-1, num_outputs=len(parts)))
-        for part, width in enumerate(widths):
-            second = self._input(lora_b(name, part), [f"{name}.rank", width], (0, width))
-            nodes.append(onnx_node("MatMul", [low[part], second], parts[part]))
-        if len(parts) > 1:
-            nodes.append(onnx_node("Concat", parts, f"{output}.parts", axis=-1))
+        output, (columns, widths), rank = each.output[0], self.linears[name], f"{name}.rank"
+        first = self._input(lora_a(name), [columns, rank], (columns, 0))
+        second = self._input(lora_b(name), [rank, sum(widths)], (0, sum(widths)))
         each.output[0] = f"{output}.base"
-        nodes.append(onnx_node("Add", [f"{output}.base", nodes[-1].output[0]], output))
-        return nodes
+        return [
+            each,
+            onnx_node("MatMul", [each.input[0], first], f"{output}.low"),
+            onnx_node("MatMul", [f"{output}.low", second], f"{output}.change"),
+            onnx_node("Add", [f"{output}.base", f"{output}.change"], output),
+        ]
 
     def _widths(self, reader: Message, outputs: int) -> tuple[int, ...]:
         """Number of outputs of each part of a linear, of which the node that reads them says the parts."""

@@ -143,6 +143,7 @@ def test_caches_of_different_strengths_are_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        ({}, "has no tensors"),
         ({2: direction(1)}, "has direction.2 of the shape"),
         ({1: direction(1)[:32]}, "has direction.1 of the shape [32] and type 0"),
         ({1: direction(1).astype(np.float16)}, "has direction.1 of the shape [64] and type 1"),

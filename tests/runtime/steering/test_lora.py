@@ -136,6 +136,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "adapter_config.json cannot be read: No such file"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors cannot be read"),
     (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"1"), "is truncated or not a safetensors file"),
+    (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "has no tensors"),
     (lambda folder: changed_config(folder, peft_type="IA3"), "has peft_type 'IA3'"),
     (lambda folder: changed_config(folder, use_dora=True), "has use_dora True"),
     (lambda folder: changed_config(folder, bias="all"), "has bias 'all'"),
