@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import edgerun
 from edgerun import Engine, InputError
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.strategies.beams import BeamSearch
-from support.enumeration import SixTokens, V, steps_of
+from support.enumeration import SixTokens, steps_of
+from support.layout_reference import Decoder
+from support.layouts import LAYOUTS, write_layout
 from support.tiny_models import write_bundle
 
 
@@ -23,27 +29,48 @@ def test_enough_beams_find_the_best_of_all_answers(six: SixTokens, six_engine: E
     assert [path.tokens for path in search.found[:19]] == [tokens for tokens, _ in ranked[1:20]]
 
 
-@pytest.mark.parametrize(("groups", "penalty"), [(1, 0.0), (3, 0.0), (3, 0.7)])
-def test_few_beams_are_those_of_the_definition(six: SixTokens, six_engine: Engine, groups: int, penalty: float) -> None:
-    """The definition in its plainest form, on float64 logits of whole sequences: `length` tokens, and none ends."""
-    size, length = 2, 4
+def beams_by_definition(
+    logprobs: Callable[[tuple[int, ...]], npt.NDArray[np.float64]], size: int, groups: int, penalty: float, length: int
+) -> list[tuple[int, ...]]:
+    """The beams of `length` tokens, the best first, in the plainest form: on log-probabilities of whole sequences."""
     beams: list[list[tuple[tuple[int, ...], float]]] = [[((), 0.0)] for _ in range(groups)]
     for _ in range(length):
-        taken = np.zeros(V)
+        taken: Counter[int] = Counter()
         for group, running in enumerate(beams):
             found = [
                 ((*path, token), total + logprob - penalty * taken[token])
                 for path, total in running
-                for token, logprob in enumerate(six.logprobs(path))
+                for token, logprob in enumerate(logprobs(path))
             ]
             beams[group] = sorted(found, key=lambda each: -each[1])[:size]
-            for path, _ in beams[group]:
-                taken[path[-1]] += 1
-    expected = sorted((each for running in beams for each in running), key=lambda each: -each[1])
-    search = BeamSearch(size * groups, size * groups, groups, penalty, 1.0)
-    (_, first) = steps_of(six_engine, search, eos=(), most_tokens=length)
-    assert [first.tokens, *(path.tokens for path in search.found)] == [tokens for tokens, _ in expected]
-    assert (len({tokens for tokens, _ in expected}) > size) == bool(penalty) or groups == 1
+            taken.update(path[-1] for path, _ in beams[group])
+    ranked = sorted((each for running in beams for each in running), key=lambda each: -each[1])
+    return [tokens for tokens, _ in ranked]
+
+
+@pytest.mark.parametrize(("groups", "penalty"), [(1, 0.0), (3, 0.0), (3, 0.7)])
+def test_few_beams_are_those_of_the_definition(six: SixTokens, six_engine: Engine, groups: int, penalty: float) -> None:
+    expected = beams_by_definition(six.logprobs, 2, groups, penalty, 4)
+    search = BeamSearch(2 * groups, 2 * groups, groups, penalty, 1.0)
+    (_, first) = steps_of(six_engine, search, eos=(), most_tokens=4)
+    assert [first.tokens, *(path.tokens for path in search.found)] == expected
+    assert (len(set(expected)) > 2) == bool(penalty) or groups == 1
+
+
+@pytest.mark.parametrize("layout", ["optimum-bias-mask", "optimum-bool-mask"])
+def test_beams_over_caches_that_graphs_return_longer(tmp_path: Path, layout: str) -> None:
+    prompt = [7, 30, 12, 9]
+
+    def logprobs(path: tuple[int, ...]) -> npt.NDArray[np.float64]:
+        logits = Decoder.of(LAYOUTS[layout]).forward([*prompt, *path])[-1].astype(np.float64)
+        return logits - np.log(np.exp(logits).sum())
+
+    expected = beams_by_definition(cache(logprobs), 3, 1, 0.0, 8)
+    with edgerun.load(write_layout(tmp_path, LAYOUTS[layout]), threads=1) as engine:
+        search = BeamSearch(3, 3, 1, 0.0, 1.0)
+        (_, first) = steps_of(engine, search, prompt, eos=(), most_tokens=8)
+    assert [first.tokens, *(path.tokens for path in search.found)] == expected
+    assert len({tokens[:4] for tokens in expected}) > 1
 
 
 def test_a_token_takes_one_pass_over_the_beams_and_the_end_of_the_text_is_not_part_of_it(
