@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -34,6 +35,9 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "cntp, entropy=1.5": {"cntp": True, "entropy": 1.5, "temperature": 0.8, "seed": 1},
 }
 
+CHECKS = {"--until 'bash -n'": "(?!)", "--until \"sed 's/<[^>]*>/x/g' | bash -n\"": "<[^>]*>"}
+"""What is replaced before `bash -n` reads an answer: nothing, or placeholders such as <file>."""
+
 
 def answers(llm: edgerun.Engine, request: str) -> dict[str, tuple[str, int]]:
     """The text and the passes of the answer in every way."""
@@ -51,10 +55,11 @@ def answers(llm: edgerun.Engine, request: str) -> dict[str, tuple[str, int]]:
     for name, expression in ((f"best_of={SAMPLES}, vote", None), (f"best_of={SAMPLES}, vote_by=^\\S+", r"^\S+")):
         weighted = {i: (texts[i], each.stats.logprob_totals.total) for i, each in enumerate(choices)}
         found[name] = texts[next(iter(by_vote(weighted, expression)))], sum(passes)
-    passing = (i for i, text in enumerate(texts) if is_syntax(text))
-    accepted = next(passing, None)
-    tried = sum(passes[: SAMPLES if accepted is None else accepted + 1])
-    found[f"--until 'bash -n' --tries {SAMPLES}"] = "" if accepted is None else texts[accepted], tried
+    for name, hidden in CHECKS.items():
+        passing = (i for i, text in enumerate(texts) if is_syntax(re.sub(hidden, "x", text)))
+        accepted = next(passing, None)
+        tried = sum(passes[: SAMPLES if accepted is None else accepted + 1])
+        found[name] = "" if accepted is None else texts[accepted], tried
     return found
 
 
@@ -89,10 +94,10 @@ def main() -> None:
 def print_table(hits: dict[str, np.ndarray]) -> None:
     """Print a row for each way; `hits` has whether the first word and all is right, and the passes."""
     greedy = hits["greedy"]
-    print(f"{len(greedy)} requests\n{'':34} {'first word':>32} {'exact':>32} {'passes':>7}")
+    print(f"{len(greedy)} requests\n{'':42} {'first word':>32} {'exact':>32} {'passes':>7}")
     for name, rows in hits.items():
         shown = " ".join(f"{interval(rows[:, column], greedy[:, column]):>32}" for column in (0, 1))
-        print(f"{name:34} {shown} {rows[:, 2].mean():7.1f}", flush=True)
+        print(f"{name:42} {shown} {rows[:, 2].mean():7.1f}", flush=True)
 
 
 def interval(hits: np.ndarray, greedy: np.ndarray) -> str:

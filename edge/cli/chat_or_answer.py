@@ -48,7 +48,9 @@ def chat_or_answer(
     my-model --context 16384 --kv int8; edge-run my-model -p "Name a boat." -t 1 --n 3 --best-of 8; edge-run my-model
     --prefix report.txt -p "What does it conclude?"; edge-run my-model --json-schema person.json -p "Who wrote Faust?";
     edge-run my-model --tools servers.json; edge-run my-model -p "Name a boat." --lossy bild:0.6,3 --stats;
-    edge-run my-model --documents notes -p "When does the lease end?"
+    edge-run my-model --documents notes -p "When does the lease end?";
+    edge-run my-model -p "Name a boat." --beams 4 --n 2; edge-run my-model --extract notes.txt -p "Who signed?";
+    edge-run -p "delete all .tmp files" -t 0.8 --until "bash -n"
     """
     if model is not None and not may_be_model(model):  # before a prompt is read
         raise BundleError(f"{model} does not exist", "give an .onnx file or a model folder")

@@ -125,10 +125,10 @@ def search(options: GenerateOptions, tokenizer: TextTokenizer) -> BestFirst:
     for text in choices if given is None else [given]:
         first, encoded = len(tokens), tokenizer.encode_plain(text)
         tokens += [*encoded, -1]
-        for place, token in enumerate(encoded if given is not None else encoded[:1], first + 1):
-            # A word in the middle of a text often has the space before it in its token; an answer begins without.
-            alone = tokenizer.encode_plain(tokenizer.decode([token]).lstrip()) if given is not None else []
-            starts[alone[0] if len(alone) == 1 else token].append(place)
+        # A word in the middle of a text often has the space before it in its token; an answer begins without.
+        alone = {token: tokenizer.encode_plain(tokenizer.decode([token]).lstrip()) for token in {*encoded}}
+        for place, token in enumerate(encoded[:1] if given is None else encoded, first + 1):
+            starts[alone[token][0] if given is not None and len(alone[token]) == 1 else token].append(place)
     if not starts:
         raise InputError("the document to extract from is empty", "give one with text")
     return BestFirst(options.n, tokens, starts, anywhere=given is not None)
