@@ -18,12 +18,13 @@ pytest.importorskip("support.tiny_models", reason="needs the export extra")
 from safetensors.numpy import load_file, save_file
 
 import edgerun
-from edgerun import Engine, InputError
+from edgerun import Engine, InputError, Speculation
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.load_options import LoadOptions
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.open_graph import open_graph
 from edgerun.runtime.graph.session import SessionConfig
+from edgerun.runtime.strategies.strategy import parse_strategy
 from support.adapters import PREFIX, merged, write_adapter
 from support.tiny_models import FAMILY_SETTINGS, exported, write_checkpoint
 
@@ -102,12 +103,19 @@ def test_a_caller_may_change_the_adapter_of_a_sequence(files: Path, engine: Engi
         assert text == text_of(files / ("bundle" if name is None else f"merged-{name}"))
 
 
-@pytest.mark.parametrize("changes", [{"exact": True}, {"speculation": "off"}, {"speculation": "suffix"}])
-def test_an_adapter_answers_the_same_however_it_is_drafted(files: Path, engine: Engine, changes: Any) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exact": True},
+        {"speculation": Speculation.OFF},
+        {"speculation": Speculation.parse("suffix")},
+        {"num_beams": 3},
+        {"strategies": [parse_strategy("negative-prompt:text=of the,guidance=2")]},
+    ],
+)
+def test_an_adapter_answers_the_same_however_it_is_decoded(files: Path, engine: Engine, changes: Any) -> None:
     options = {**OPTIONS, "max_tokens": 60}
-    if "speculation" in changes:
-        changes = {"speculation": edgerun.Speculation.parse(changes["speculation"])}
-    found = engine.generate(PROMPT, **options, adapter="a", **changes).text
+    found = engine.generate(PROMPT, **{**options, **changes}, adapter="a").text
     assert found == text_of(files / "merged-a", max_tokens=60, **changes)
 
 
