@@ -96,14 +96,21 @@ def find_passages(
     if documents and len(documents) <= MAX_PASSAGES and len(fitting(engine, documents, room)) == len(documents):
         return tuple(documents)
     if room > 0 and (encoder := passage_encoder(embedding_model)) is not None:
-
-        def nearest(index: DocumentIndex) -> list[Passage]:
-            index.update(progress, cancelled)  # a damaged index has been made anew
-            index.embed(encoder, progress, cancelled)
-            return index.nearest(encoder, question, 2 * MAX_PASSAGES)
-
-        rankings += [with_index(Path(path), nearest) for path in paths]
+        rankings += [_nearest(Path(path), encoder, question, progress, cancelled) for path in paths]
     return tuple(fitting(engine, fused(rankings), room)[:MAX_PASSAGES])
+
+
+def _nearest(
+    path: Path, encoder: Encoder, question: str, progress: Progress, cancelled: Callable[[], bool]
+) -> list[Passage]:
+    """The passages of a folder or file that are nearest to a question, the nearest first; its index gets vectors."""
+
+    def found(index: DocumentIndex) -> list[Passage]:
+        index.update(progress, cancelled)  # a damaged index has been made anew
+        index.embed(encoder, progress, cancelled)
+        return index.nearest(encoder, question, 2 * MAX_PASSAGES)
+
+    return with_index(path, found)
 
 
 def passage_encoder(wanted: str | None) -> Encoder | None:
