@@ -32,6 +32,8 @@ OPTIONS = (
     GenerateOptions(max_tokens=12, temperature=0.7, top_k=4, top_p=0.9, repeat_penalty=1.2, seed=4),
     GenerateOptions(max_tokens=12, exact=True),
     GenerateOptions(max_tokens=12, temperature=1.0, top_k=4, seed=5, n=3),
+    GenerateOptions(max_tokens=16, strategies=(edgerun.strategy("cad", text="of the sea"),)),
+    GenerateOptions(max_tokens=12, temperature=0.9, seed=6, n=2, strategies=(edgerun.strategy("negative-prompt"),)),
 )
 MODELS = ("llama", "gemma3_text", "qwen3_5_text", "lfm2", "genai")
 

@@ -21,6 +21,8 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.runtime.graph.shared_passes import SharedPasses
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.speculation.choice import DraftSampling
+from edgerun.runtime.strategies.anchored import Anchored
 from edgerun.runtime.strategies.second_reader import SecondReader
 from edgerun.runtime.strategies.strategy import parse_strategy
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
@@ -432,3 +434,34 @@ def test_anchors_that_do_not_fit(tiny_bundle: Path, tmp_path: Path) -> None:
     (other / "edge.json").unlink()  # it has the sizes of the files
     with pytest.raises(edgerun.BundleError, match="has another vocabulary than .* give an anchor with the same tokens"):
         edgerun.load(tiny_bundle, anchor=other, cache=False)
+
+
+def test_searches_take_no_second_reader(tiny: Engine) -> None:
+    with pytest.raises(InputError, match="the strategy cad is given, and the answer is searched for"):
+        tiny.generate("the sea", num_beams=2, strategies=[strategy("cad")])
+
+
+def test_sampled_drafts_stay_within_the_budget(anchored: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[Any] = []
+    start = Anchored.start
+
+    def recorded(chosen: Anchored, *arguments: Any) -> Any:
+        stages.append(start(chosen, *arguments))
+        return stages[-1]
+
+    monkeypatch.setattr(Anchored, "start", recorded)
+    options: dict[str, Any] = {
+        "temperature": 1.0,
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "logit_bias": {7: 30.0, 8: 29.0},
+    }
+    passes = 0
+    for seed in range(4):
+        chosen = [strategy("anchored", budget=0.3)]
+        reply = anchored.generate(PROMPT, strategies=chosen, draft_sampling=DraftSampling.NGRAM, seed=seed, **options)
+        passes += reply.stats.target_passes
+        left = stages[-1]._left
+        assert len(left) == 60
+        assert min(left) >= 0
+    assert passes < 4 * 60
