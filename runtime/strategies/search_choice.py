@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
+from importlib import import_module
 from typing import Final
 
 from ...errors import InputError
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
 from ..text.tokenizer import TextTokenizer
-from . import adadec, beams, best_first, cntp, contrastive
 from .search import RankingSearch, Search
 
-SEARCHES: Final[Mapping[str, Callable[[GenerateOptions, TextTokenizer], Search]]] = {
-    "num_beams": beams.search,
-    "best_first": best_first.search,
-    "extract": best_first.search,
-    "cntp": cntp.search,
-    "adadec": adadec.search,
-    "penalty_alpha": contrastive.search,
+SEARCHES: Final[Mapping[str, str]] = {
+    "num_beams": "beams",
+    "best_first": "best_first",
+    "extract": "best_first",
+    "cntp": "cntp",
+    "adadec": "adadec",
+    "penalty_alpha": "contrastive",
 }
-"""What makes the search, for each option that asks for one."""
+"""Module in this package, for each option that asks for a search; its function `search` makes the search."""
 _CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling", "lossy")
 _ADJUSTING: Final = (
     "repeat_penalty",
@@ -47,7 +47,7 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
     wanted = [name for name in SEARCHES if getattr(options, name) != defaults[name]]
     if not wanted:
         return None
-    search = SEARCHES[wanted[0]](options, tokenizer)
+    search: Search = import_module(f".{SEARCHES[wanted[0]]}", __package__).search(options, tokenizer)
     names = [*wanted[1:], *_CONTRADICTING]
     if isinstance(search, RankingSearch):
         names += ["temperature", "best_of", *(_ADJUSTING if search.own_probabilities else ())]
