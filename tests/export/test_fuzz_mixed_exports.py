@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.nightly import some_nightly
+
 tiny_models = pytest.importorskip("support.tiny_models", reason="needs the export extra")
 from edgerun.edge.cli.main import main  # noqa: E402
 from edgerun.export import WeightFormat, parse_budget  # noqa: E402
@@ -25,8 +27,7 @@ METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
 SCALES = ("--zero-points", "--half-scales", "--low-rank")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", some_nightly(range(200), every=200))
 def test_mixed_exports_of_random_shapes(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache: Path
 ) -> None:

@@ -241,8 +241,7 @@ def test_layers_that_share_a_cache_have_none_of_their_own(gemma: Path) -> None:
 def test_the_command_line_exports_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", "gemma4_text")
     assert main(["export", str(source), str(tmp_path / "bundle"), "--weights", "int4"]) == 0
-    manifest = open_bundle(tmp_path / "bundle").manifest
-    assert manifest.weights["per_layer_embedding"] == INT4
+    assert open_bundle(tmp_path / "bundle").manifest.weights["per_layer_embedding"] == INT4
     capsys.readouterr()
     assert main(["run", str(tmp_path / "bundle"), "--prompt", PROMPT, "--raw", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()

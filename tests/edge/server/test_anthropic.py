@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -15,9 +15,6 @@ from edgerun.edge.server.protocols.anthropic import MessagesBody
 from edgerun.edge.service.generation_fields import GenerationRequest
 from support.scripted_model import WEATHER, write_calling_bundle
 from support.serving import Served, asked, served
-
-if TYPE_CHECKING:  # most processes of a run do not use the package, whose import takes a second
-    import anthropic
 
 QUESTION: Any = {"role": "user", "content": "Weather in Paris and Rome?"}
 FUNCTION = WEATHER["function"]
@@ -42,8 +39,8 @@ def server(model: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[anthropic.Anthropic]:
-    import anthropic
+def client(server: Served) -> Iterator[Any]:
+    import anthropic  # most processes of a run do not use it, and its import takes a second
 
     with anthropic.Anthropic(base_url=server.base, api_key=KEY, max_retries=0) as client:
         yield client
@@ -61,13 +58,13 @@ def content(reply: edgerun.Reply) -> list[dict[str, Any]]:
     return [{"type": "thinking", "thinking": reply.reasoning}, {"type": "text", "text": reply.text}, *calls]
 
 
-def shown(message: anthropic.types.Message) -> list[dict[str, Any]]:
+def shown(message: Any) -> list[dict[str, Any]]:
     """The blocks that the client read."""
     names = ("type", "thinking", "text", "name", "input")
     return [{name: getattr(each, name) for name in names if hasattr(each, name)} for each in message.content]
 
 
-def test_a_message_whole_and_as_a_stream(client: anthropic.Anthropic, engine: edgerun.Engine) -> None:
+def test_a_message_whole_and_as_a_stream(client: Any, engine: edgerun.Engine) -> None:
     reply = engine.generate([QUESTION], tools=[WEATHER], temperature=0.0)
     asking: dict[str, Any] = {"model": "bundle", "max_tokens": 100, "messages": [QUESTION], "tools": [TOOL]}
     whole = client.messages.create(**asking, extra_body=GREEDY)
@@ -83,7 +80,7 @@ def test_a_message_whole_and_as_a_stream(client: anthropic.Anthropic, engine: ed
         assert used.output_tokens == reply.stats.completion_tokens
 
 
-def test_results_of_tools_and_earlier_thoughts_go_back(client: anthropic.Anthropic, engine: edgerun.Engine) -> None:
+def test_results_of_tools_and_earlier_thoughts_go_back(client: Any, engine: edgerun.Engine) -> None:
     said = client.messages.create(model="bundle", max_tokens=100, messages=[QUESTION], tools=[TOOL], extra_body=GREEDY)
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
@@ -106,7 +103,7 @@ def test_results_of_tools_and_earlier_thoughts_go_back(client: anthropic.Anthrop
     assert counted.input_tokens == expected.stats.prompt_tokens
 
 
-def test_why_an_answer_ends(client: anthropic.Anthropic) -> None:
+def test_why_an_answer_ends(client: Any) -> None:
     asking: dict[str, Any] = {"model": "bundle", "messages": [QUESTION], "extra_body": GREEDY}
     assert client.messages.create(**asking, max_tokens=2).stop_reason == "max_tokens"
     ended = client.messages.create(**asking, max_tokens=100)
@@ -124,9 +121,7 @@ def test_why_an_answer_ends(client: anthropic.Anthropic) -> None:
     assert json.loads(block.text) == {"a": 1}
 
 
-def test_a_message_of_the_assistant_at_the_end_is_continued(
-    client: anthropic.Anthropic, engine: edgerun.Engine
-) -> None:
+def test_a_message_of_the_assistant_at_the_end_is_continued(client: Any, engine: edgerun.Engine) -> None:
     conversation: Any = [QUESTION, {"role": "assistant", "content": "hel"}]
     continued = client.messages.create(
         model="bundle", max_tokens=3, messages=conversation, metadata={"user_id": None}, extra_body=GREEDY
@@ -136,7 +131,7 @@ def test_a_message_of_the_assistant_at_the_end_is_continued(
     assert continued.usage.output_tokens == expected.stats.completion_tokens
 
 
-def test_tools_that_must_or_must_not_be_called(client: anthropic.Anthropic) -> None:
+def test_tools_that_must_or_must_not_be_called(client: Any) -> None:
     asking: dict[str, Any] = {"model": "bundle", "messages": [QUESTION], "max_tokens": 100, "tools": [TOOL]}
     forced = client.messages.create(**asking, tool_choice={"type": "tool", "name": TOOL["name"]}, extra_body=GREEDY)
     assert forced.stop_reason == "tool_use"
@@ -163,7 +158,7 @@ def test_null_is_the_same_as_leaving_a_field_out_in_blocks_too() -> None:
     assert parsed(blocks, choice) == parsed(without, {"type": "auto"})
 
 
-def test_errors_have_anthropics_form(client: anthropic.Anthropic, server: Served) -> None:
+def test_errors_have_anthropics_form(client: Any, server: Served) -> None:
     import anthropic
 
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
