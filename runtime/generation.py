@@ -327,6 +327,8 @@ class Generation:
         stages: list[LogitStage] = [
             each.start(sampling, vocab_size, self._tokenizer) for each in request.options.strategies
         ]
+        for stage in stages:
+            stage.earlier = earlier
         if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
             stages.append(FirstToken(len(self._sequence.token_ids), request.rank))
         if request.search is not None:

@@ -299,7 +299,8 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions):
         given = {name: value for name in _FILTERS if (value := getattr(self, name)) is not None}
         temperature = self.temperature
         if temperature is None:
-            temperature = 1.0 if given and defaults.greedy else defaults.temperature
+            # Contrastive search does not sample, and top_k is its number of candidates.
+            temperature = 0.0 if self.penalty_alpha else 1.0 if given and defaults.greedy else defaults.temperature
         filters = {name: getattr(defaults, name) for name in _FILTERS} | given
         if self.grammar_aligned:
             if not temperature:

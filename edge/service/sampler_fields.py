@@ -75,4 +75,5 @@ class SamplerFields(FormatFields, kw_only=True):
             (field,) = (
                 field for field, option in fields.items() if error.what.startswith(f"strategy {name}: {option} ")
             )
-            raise invalid(field, f"{field}{error.what.partition(fields[field])[2]}", error.hint) from error
+            wrong = error.what.removeprefix(f"strategy {name}: {fields[field]}")
+            raise invalid(field, f"{field}{wrong}", error.hint) from error

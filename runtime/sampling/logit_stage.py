@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -26,6 +27,8 @@ class LogitStage:
         """Token ids of the sequence."""
         self.prompt_length = 0
         """Number of them that are the prompt's."""
+        self.earlier: Sequence[int] = ()
+        """Token ids of the answer that a full context has left out of the sequence."""
 
     def observe_prompt(self, tokens: list[int]) -> None:
         """Add tokens of the prompt to the sequence."""

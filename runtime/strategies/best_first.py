@@ -119,6 +119,8 @@ def search(options: GenerateOptions, tokenizer: TextTokenizer) -> BestFirst:
     lists = wanted is not None and wanted.kind is FormatKind.CHOICE and not wanted.after
     if (given is None) != lists or (given is not None and wanted is not None):
         raise InputError("best_first searches a list of choices, and extract a document", "give one of them")
+    if lists and len(options.answer_start):
+        raise InputError("best_first and answer_start are both given", "leave one of them out")
     starts: defaultdict[int, list[int]] = defaultdict(list)
     tokens: list[int] = []
     choices: list[str] = json.loads(wanted.text) if wanted is not None else []

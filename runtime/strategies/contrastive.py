@@ -38,14 +38,15 @@ class ContrastiveSearch(Search):
         forest, logits = run.forest, run.logits
         while True:
             scores = run.scores((), logits)
-            likeliest = np.argsort(-scores, kind="stable")[: min(self.candidates, int((scores > -np.inf).sum()))]
+            most = min(self.candidates, int((scores > -np.inf).sum()), forest.room)
+            likeliest = np.argsort(-scores, kind="stable")[:most]
             weights = np.exp(scores - scores[likeliest[0]], dtype=np.float64)
             rows = forest.extend([0] * likeliest.size, likeliest.tolist())
             states = forest.states()
             states /= np.linalg.norm(states, axis=1, keepdims=True)
             likeness = (states[-likeliest.size :] @ states[: -likeliest.size].T).max(axis=1)
             best = int(((1 - self.alpha) * weights[likeliest] / weights.sum() - self.alpha * likeness).argmax())
-            path = run.extended(Continuation(), int(likeliest[best]), logits, 2 * self.candidates)
+            path = run.extended(Continuation(), int(likeliest[best]), logits, 0)
             yield path.step(1)
             if path.finish is not None:
                 return

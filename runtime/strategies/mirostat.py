@@ -71,9 +71,10 @@ class _Mirostat(LogitStage):
 
     def shorten(self, size: int) -> None:
         """Forget the tokens after the first `size`."""
+        if size < len(self.tokens):
+            self._kept = None
         del self._bounds[1 + size - self.prompt_length :]
         super().shorten(size)
-        self._kept = None
 
     def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
         """Keep the tokens within the bound, and the likeliest one."""

@@ -62,5 +62,5 @@ class _Monitor(LogitStage):
         return scores
 
     def _allows(self, token: int) -> bool:
-        text = self._tokenizer.decode([*self.tokens[self.prompt_length :], token])
+        text = self._tokenizer.decode([*self.earlier, *self.tokens[self.prompt_length :], token])
         return self._options.allows(text.rstrip(_REPLACEMENT))

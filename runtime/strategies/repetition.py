@@ -44,7 +44,7 @@ class _Dry(LogitStage):
         super().__init__()
         self._options: Final = options
         self._token_bytes: Final = tokenizer.token_bytes
-        self._breakers: Final = frozenset(options.breakers.encode())
+        self._breakers: Final = [each.encode() for each in options.breakers]
 
     def scores(self, logits: Logits) -> Logits:
         """Lower the logits of the tokens that followed an earlier occurrence of the last tokens."""
@@ -54,7 +54,8 @@ class _Dry(LogitStage):
         ids = np.fromiter(repeated, np.intp, len(repeated))
         beyond = np.fromiter(repeated.values(), np.float64, len(repeated)) - self._options.allowed_length
         with np.errstate(over="ignore"):
-            penalties = np.minimum(self._options.multiplier * self._options.base**beyond, _LARGEST_PENALTY)
+            powers = np.minimum(self._options.base**beyond, _LARGEST_PENALTY)  # finite, as they may be multiplied by 0
+            penalties = np.minimum(self._options.multiplier * powers, _LARGEST_PENALTY)
         adjusted = logits.copy()
         adjusted[ids] -= penalties.astype(np.float32)
         return adjusted
@@ -71,7 +72,7 @@ class _Dry(LogitStage):
             final = int(tokens[-length])
             ends = ends[ends >= length - 1]
             ends = ends[tokens[ends - (length - 1)] == final]
-            if not ends.size or not self._breakers.isdisjoint(self._token_bytes.of(final)):
+            if not ends.size or any(each in self._token_bytes.of(final) for each in self._breakers):
                 break
             if length >= least:
                 found |= dict.fromkeys(tokens[ends + 1].tolist(), length)

@@ -146,7 +146,9 @@ class RankingSearch(Search):
         """
         self.found = self.best(run)
         if len(self.found) < self.wanted:
-            raise InputError(f"n is {self.wanted}, and {len(self.found)} answers are possible", "give a smaller n")
+            what = f"n is {self.wanted}, and {len(self.found)} answers are possible"
+            raise InputError(what, "give a smaller n, or room for longer answers: max_tokens, --context")
+        run.forest.settle(0)  # others may copy the slots of the text from here on
         yield self.found.pop(0).step(run.forest.passes)
 
 

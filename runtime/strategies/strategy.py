@@ -118,10 +118,12 @@ def parse_strategy(text: str) -> Strategy:
     """The strategy of a text such as `dry:multiplier=0.8,allowed_length=3`; errors as for `strategy`."""
     name, _, rest = text.partition(":")
     given: dict[str, Any] = {}
+    texts = [each.name for each in fields(strategy_class(name)) if "str" in str(each.type)]
     # A comma that no option follows is part of a text.
     for part in filter(None, re.split(r",(?=\s*[\w-]+=)", rest)):
         option, _, value = part.partition("=")
-        given[option.strip().replace("-", "_")] = _value(value.strip())
+        option = option.strip().replace("-", "_")
+        given[option] = value.strip() if option in texts else _value(value.strip())
     return strategy(name, **given)
 
 

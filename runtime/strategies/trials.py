@@ -54,14 +54,15 @@ class TrialSearch(Search):
         forest, logits, passes = run.forest, run.logits, 0
         while True:
             path, node = self._likeliest(run, logits)
-            yield path.step(forest.passes - passes)  # before the cache has them as text, in which they must be
+            step = path.step(forest.passes - passes)
+            forest.settle(node)  # others may copy the slots of the text from here on
+            yield step
             if path.finish is not None:
                 return
             run.sampler.observe(path.tokens)
             if run.constraint is not None:
                 run.constraint.prepare()
             passes, run = forest.passes, replace(run, most_tokens=run.most_tokens - len(path.tokens))
-            forest.settle(node)
             logits = forest.extend([0], path.tokens[-1:])[0].copy()
             forest.settle(1)
 
@@ -96,8 +97,9 @@ class TrialSearch(Search):
                 uniform = uniform_at(sampler.params.seed, trial.number << 64 | position)
                 token = Distribution.of(sampler, logits).draw(uniform)
             else:
-                ranked = np.argsort(-sampler.scores(logits), kind="stable")
-                token = int(ranked[0 if path.tokens else trial.number])
+                scores = sampler.scores(logits)
+                ranked = np.argsort(-scores, kind="stable")[: int((scores > -np.inf).sum())]
+                token = int(ranked[0 if path.tokens else min(trial.number, ranked.size - 1)])
         longer = run.extended(path, token, logits, 2 * self.count)
         return trial._replace(path=longer, total=trial.total + float(log_probabilities(logits)[token]))
 

@@ -65,6 +65,8 @@ def test_strategies_choose_tokens_and_name_what_is_wrong(tiny_app: Starlette, ti
     for field, value in {"mirostat": 1, "xtc_probability": 2, "dry_base": 0, "dry_sequence_breakers": ["ab"]}.items():
         refused = asked(tiny_app, "POST", CHAT, json={**body, "dry_multiplier": 1, field: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    refused = asked(tiny_app, "POST", CHAT, json={**body, "top_n_sigma": 1000})
+    assert refused.json()["error"]["message"].startswith("top_n_sigma is 1000")
     for wrong in ({}, {"name": 1}, {"name": "none"}, {"name": "dry", "base": "x"}, {"name": "dry", "colour": 1}):
         refused = asked(tiny_app, "POST", CHAT, json={**body, "strategies": [wrong]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "strategies[0]")

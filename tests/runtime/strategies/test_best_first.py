@@ -77,6 +77,10 @@ def test_the_answer_is_in_the_document_and_a_context_that_is_too_short_is_an_err
         ({"best_first": True}, "best_first searches a list of choices"),
         ({"best_first": True, "response_format": ResponseFormat.regex("a")}, "best_first searches a list"),
         ({"extract": "a", "response_format": ResponseFormat.regex("a")}, "best_first searches a list"),
+        (
+            {"best_first": True, "response_format": ResponseFormat.choice(CHOICES), "answer_start": "t"},
+            "best_first and answer_start are both given",
+        ),
         ({"extract": ""}, "document to extract from is empty"),
         ({"extract": "a", "temperature": 1.0}, "extract and temperature are both given"),
         ({"extract": "a", "repeat_penalty": 1.2}, "extract and repeat_penalty are both given"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,3 +112,24 @@ def test_contrastive_search_from_outside(
         assert server.post(CHAT, body)["choices"][0]["message"]["content"] == expected
     with pytest.raises(InputError, match="penalty_alpha and temperature are both given"):
         engine.generate(PROMPT, penalty_alpha=0.5, temperature=1.0)
+
+
+def test_several_answers_are_one_and_a_model_that_samples_does_not(engine: Engine, source: Path) -> None:
+    options = OPTIONS | {"penalty_alpha": 0.6, "top_k": 4}
+    one = engine.generate(PROMPT, **options).text
+    assert [each.text for each in engine.generate(PROMPT, n=2, **options).choices] == [one, one]
+    sampled = source.parent / "sampled"
+    shutil.copytree(source, sampled)
+    (sampled / "generation_config.json").write_text('{"do_sample": true, "temperature": 2.0}', encoding="utf-8")
+    bundle = exported(sampled, source.parent / "sampled-bundle", ExportRecipe(FP32, hidden_states=True))
+    with edgerun.load(bundle, threads=1, cache=False) as other:
+        assert [each.text for each in other.generate(PROMPT, n=2, **options).choices] == [one, one]
+
+
+def test_the_context_may_have_less_room_than_there_are_candidates(engine: Engine, bundle: Path) -> None:
+    options = OPTIONS | {"penalty_alpha": 0.6, "max_tokens": None}
+    size = engine.count_tokens(PROMPT, edgerun.GenerateOptions(raw=True))
+    with edgerun.load(bundle, threads=1, cache=False, context=size + 2) as short:
+        assert short.generate(PROMPT, **options).stats.completion_tokens == 2
+    many = engine.generate(PROMPT, **options | {"top_k": 200, "max_tokens": 6})
+    assert many.stats.completion_tokens == 6

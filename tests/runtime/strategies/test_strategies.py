@@ -287,3 +287,33 @@ def test_filters_equal_those_of_transformers(name: str, option: str) -> None:
             scores = warper(value)(None, torch.tensor(logits)[None])[0].numpy()
             found = distribution_of(sampler_of(strategy(name, **{option: value})), logits)
             assert set(found) == set(np.flatnonzero(scores > -np.inf).tolist())
+
+
+def test_a_monitor_sees_the_whole_answer_where_a_full_context_has_left_some_out(engine: Engine) -> None:
+    seen = [""]
+    monitor = Monitor(lambda text: not seen.append(text), candidates=1)
+    options = {"raw": True, "ignore_eos": True, "overflow": "window", "speculation": Speculation.OFF}
+    reply = engine.generate("the sea", max_tokens=300, strategies=[monitor], **options)
+    assert reply.stats.context_shifts
+    assert reply.text.startswith(seen[-1])
+
+
+def test_dry_has_a_finite_penalty_for_the_longest_repetition() -> None:
+    stage = strategy("dry", multiplier=0.0, base=10.0, breakers="").start(SamplingParams(), VOCAB, Letters())
+    stage.observe_prompt([1] * 400)
+    assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == [0.0] * VOCAB
+
+
+def test_a_breaker_is_a_whole_character(engine: Engine) -> None:
+    """Others begin with the same byte of UTF-8."""
+    vocab_size, tokens = engine.model.graph_io.vocab_size, engine.tokenizer.encode_plain("\u00e4b\u00e4b\u00e4b")
+    changed = []
+    for breakers in ("", "\u00e9"):
+        stage = strategy("dry", breakers=breakers).start(SamplingParams(), vocab_size, engine.tokenizer)
+        stage.observe_prompt(tokens)
+        changed.append(stage.scores(np.zeros(vocab_size, np.float32)).tolist())
+    assert changed[0] == changed[1]
+
+
+def test_numbers_are_texts_where_an_option_is_a_text() -> None:
+    assert parse_strategy("cad:text=1984,alpha=2") == strategy("cad", text="1984", alpha=2)

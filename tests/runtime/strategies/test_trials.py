@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ LENGTH, COUNT, TEMPERATURE, SEED, MOST = 4, 3, 1.6, 7, 14
 THRESHOLD = 0.25
 MARK = 1
 """The token with which trials end."""
+DIGITS = edgerun.ResponseFormat.regex("[0-9.]{50}")
+"""Texts of which every character is a token."""
 Next = Callable[[tuple[int, ...], int], int]
 
 
@@ -108,3 +112,37 @@ def test_a_stop_sequence_inside_a_trial_leaves_a_cache_to_go_on_from(engine: Eng
 def test_sampled_trials_need_a_temperature(engine: Engine) -> None:
     with pytest.raises(InputError, match="trials are sampled, and there is no temperature"):
         engine.generate("the sea", cntp=True, temperature=0.0)
+
+
+def test_an_uncertain_model_tries_what_a_format_allows(engine: Engine) -> None:
+    """Also where the format allows fewer tokens than there are trials."""
+    options = {"raw": True, "adadec": True, "entropy": 0.0, "trials": 8}
+    for text in (["the", "sea"], ["sand"]):
+        assert engine.generate("the sea", response_format=edgerun.ResponseFormat.choice(text), **options).text in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cntp": True, "entropy": 0.0, "temperature": 1.0, "seed": 1, "response_format": DIGITS},
+        {"extract": "the sand in the sea"},
+    ],
+)
+def test_other_requests_may_copy_the_cache_between_two_pieces(tiny_bundle: Path, options: dict[str, Any]) -> None:
+    """What continues the answer so far is answered as by a model that has not read it yet."""
+    prompt, later, text = "the sea and the sand and the sea", {"raw": True, "max_tokens": 4, "logprobs": 0}, ""
+    with edgerun.load(tiny_bundle, threads=1) as engine, edgerun.load(tiny_bundle, threads=1) as fresh:
+        for chunk in engine.stream(prompt, raw=True, max_tokens=60, **options):
+            text += chunk.text
+            found, expected = (each.generate(f"{prompt}{text} sea", **later) for each in (engine, fresh))
+            assert [each.logprob for each in found.logprobs] == pytest.approx(
+                [each.logprob for each in expected.logprobs], abs=1e-4
+            )
+    assert text
+
+
+def test_a_certain_model_has_the_surprise_that_mirostat_keeps(engine: Engine) -> None:
+    options = {"raw": True, "temperature": 2.0, "seed": 1, "max_tokens": 12}
+    options["strategies"] = [edgerun.strategy("mirostat", tau=1.0, eta=1.0)]
+    plain = engine.generate("the sea", **options)
+    assert engine.generate("the sea", cntp=True, entropy=50.0, **options).text == plain.text
