@@ -48,26 +48,21 @@ class _Dry(LogitStage):
 
     def scores(self, logits: Logits) -> Logits:
         """Lower the logits of the tokens that followed an earlier occurrence of the last tokens."""
-        repeated = self._repeated()
-        if not repeated:
+        penalties = self._penalties()
+        if not penalties:
             return logits
-        ids = np.fromiter(repeated, np.intp, len(repeated))
-        beyond = np.fromiter(repeated.values(), np.float64, len(repeated)) - self._options.allowed_length
-        with np.errstate(over="ignore"):
-            powers = np.minimum(self._options.base**beyond, _LARGEST_PENALTY)  # finite, as they may be multiplied by 0
-            penalties = np.minimum(self._options.multiplier * powers, _LARGEST_PENALTY)
         adjusted = logits.copy()
-        adjusted[ids] -= penalties.astype(np.float32)
+        adjusted[list(penalties)] -= np.fromiter(penalties.values(), np.float32, len(penalties))
         return adjusted
 
-    def _repeated(self) -> dict[int, int]:
-        """For each token that would continue a long enough repeated sequence, the length of the longest one."""
+    def _penalties(self) -> dict[int, float]:
+        """For each token that would continue a long enough repeated sequence, the penalty for the longest one."""
         least, last = self._options.allowed_length, self._options.last
         tokens = np.array(self.tokens if last < 0 else self.tokens[max(len(self.tokens) - last, 0) :], np.intp)
         ends = np.arange(
             tokens.size - 1
         )  # an earlier occurrence of the last tokens ends before each of tokens[ends + 1]
-        found: dict[int, int] = {}
+        found: dict[int, float] = {}
         for length in range(1, tokens.size):
             final = int(tokens[-length])
             ends = ends[ends >= length - 1]
@@ -75,8 +70,15 @@ class _Dry(LogitStage):
             if not ends.size or any(each in self._token_bytes.of(final) for each in self._breakers):
                 break
             if length >= least:
-                found |= dict.fromkeys(tokens[ends + 1].tolist(), length)
+                penalty = self._penalty(length)
+                found |= dict.fromkeys(tokens[ends + 1].tolist(), penalty)
+                if penalty == self._penalty(length + 1):  # of all longer ones too
+                    break
         return found
+
+    def _penalty(self, length: int) -> float:
+        power = min(self._options.base ** (length - self._options.allowed_length), _LARGEST_PENALTY)
+        return min(self._options.multiplier * power, _LARGEST_PENALTY)
 
 
 @dataclass(frozen=True)

@@ -298,10 +298,14 @@ def test_a_monitor_sees_the_whole_answer_where_a_full_context_has_left_some_out(
     assert reply.text.startswith(seen[-1])
 
 
-def test_dry_has_a_finite_penalty_for_the_longest_repetition() -> None:
-    stage = strategy("dry", multiplier=0.0, base=10.0, breakers="").start(SamplingParams(), VOCAB, Letters())
+@pytest.mark.parametrize(("multiplier", "base", "penalty"), [(0.0, 10.0, 0.0), (2.0, 10.0, 1e6), (0.5, 1.0, 0.5)])
+def test_dry_reads_a_long_repetition_up_to_the_largest_penalty(multiplier: float, base: float, penalty: float) -> None:
+    tokenizer, looked_at = Letters(), list[int]()
+    stage = strategy("dry", multiplier=multiplier, base=base).start(SamplingParams(), VOCAB, tokenizer)
     stage.observe_prompt([1] * 400)
-    assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == [0.0] * VOCAB
+    stage._token_bytes = SimpleNamespace(of=lambda token: looked_at.append(token) or b"a")
+    assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == [0.0, -penalty, *[0.0] * (VOCAB - 2)]
+    assert len(looked_at) < 20 * len(stage._breakers)
 
 
 def test_a_breaker_is_a_whole_character(engine: Engine) -> None:
