@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Final
 
 from .argument_types import OptionRecord, option
+
+_MOST_STRENGTH: Final = 1000.0
+"""Largest factor: much larger ones only overflow, which would look like damaged weights."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class SteeringOptions(OptionRecord):
     control_strength: float = option(
         1.0,
         "Factor on the control vector; below 0, it steers the other way.",
-        accepts=math.isfinite,
-        range="a finite number",
+        accepts=lambda strength: abs(strength) <= _MOST_STRENGTH,
+        range=f"between -{_MOST_STRENGTH:g} and {_MOST_STRENGTH:g}",
         metavar="X",
     )

@@ -163,6 +163,7 @@ def test_other_files_and_strengths_are_refused(tiny_bundle: Path, tmp_path: Path
     (tmp_path / "v.gguf").write_bytes(b"x")
     with pytest.raises(InputError, match="is truncated or not a GGUF file"):
         edgerun.load(tiny_bundle, control_vectors=[f"v={tmp_path / 'v.gguf'}"])
-    with pytest.raises(InputError, match="control_strength is nan; it must be a finite number"):
-        edgerun.GenerateOptions(control_strength=float("nan"))
+    for strength in (float("nan"), 1e300, -1e300):
+        with pytest.raises(InputError, match="control_strength is .*; it must be between -1000 and 1000"):
+            edgerun.GenerateOptions(control_strength=strength)
     assert gguf.GGUFReader(write_control_vector(tmp_path / "w.gguf", {1: direction(1)})).tensors
