@@ -93,13 +93,14 @@ class Momentum(Strategy):
 
     def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
         """Begin a text."""
-        return _Momentum(self)
+        return _Momentum(self, greedy=params.greedy)
 
 
 class _Momentum(LogitStage):
-    def __init__(self, options: Momentum) -> None:
+    def __init__(self, options: Momentum, *, greedy: bool) -> None:
         super().__init__()
         self._options: Final = options
+        self._greedy: Final = greedy
 
     def scores(self, logits: Logits) -> Logits:
         """Each of the k likeliest tokens has its probability, less alpha for every token of what it would repeat."""
@@ -112,7 +113,12 @@ class _Momentum(LogitStage):
         weights = np.exp(logits - logits[best], dtype=np.float64)
         resistances = np.array([_repeated_length(tokens, token) for token in ids.tolist()])
         scores = np.full_like(logits, -np.inf)
-        scores[ids] = weights[ids] / weights.sum() - options.alpha * resistances
+        left = weights[ids] / weights.sum() - options.alpha * resistances
+        if not self._greedy:  # sampled in proportion to what is left; where nothing is, the best token is taken
+            shares = np.maximum(left, 0) if left.max() > 0 else left == left.max()
+            with np.errstate(divide="ignore"):
+                left = np.log(shares, dtype=np.float64)
+        scores[ids] = left
         return scores
 
 

@@ -321,3 +321,15 @@ def test_a_breaker_is_a_whole_character(engine: Engine) -> None:
 
 def test_numbers_are_texts_where_an_option_is_a_text() -> None:
     assert parse_strategy("cad:text=1984,alpha=2") == strategy("cad", text="1984", alpha=2)
+
+
+def test_momentum_samples_in_proportion_to_what_resistance_leaves() -> None:
+    params, probabilities = SamplingParams(temperature=1.0), [0.6, 0.3, 0.06, 0.04]
+    for alpha, expected in ((0.2, [0.4 / 0.8, 0.3 / 0.8, 0.06 / 0.8, 0.04 / 0.8]), (1.0, [0.0, 0.75, 0.15, 0.1])):
+        sampler = Sampler(params, 4, None, [strategy("momentum", k=4, alpha=alpha).start(params, 4, Letters())])
+        sampler.observe_prompt([0])
+        assert sampler.probabilities(np.log(probabilities, dtype=np.float32))[1] == pytest.approx(expected, abs=1e-6)
+    stage = strategy("momentum", k=2, alpha=1.0).start(params, 4, Letters())
+    sampler = Sampler(params, 4, None, [stage])
+    sampler.observe_prompt([0, 1])
+    assert sampler.probabilities(np.log(probabilities, dtype=np.float32))[1].tolist() == [1.0, 0.0, 0.0, 0.0]
