@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, find, settings
+from hypothesis.strategies import booleans
 
 import edgerun  # noqa: F401  before tests import ONNX Runtime, so that it sends no telemetry
 from support.foreign_exporters import ForeignExports
@@ -18,7 +19,7 @@ from support.nightly import NEW_EXAMPLES, examples
 from support.processes import share_machine
 
 # Examples are not timed, since other programs may be running. They are the same ones every time, so no change fails
-# for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones, and for twice as many.
+# for what it did not touch; with EDGERUN_NEW_EXAMPLES property tests look for new ones, and for three times as many.
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("new"), derandomize=True, max_examples=examples(100))
 settings.load_profile("new" if NEW_EXAMPLES else "same")
@@ -54,6 +55,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_finish() -> None:
     """No garbage is looked for among half a million objects of modules and tests, which stay until the end."""
+    # hypothesis looks once for what refers to its random numbers, among objects that are not frozen.
+    find(booleans(), bool)
     gc.freeze()
 
 
