@@ -1,4 +1,4 @@
-"""What searches, votes and checks do for the bundled model's answers to held-out requests.
+"""What searches, strategies, votes and checks do for the bundled model's answers to held-out requests.
 
 Example: python benchmarks/searches.py heldout.jsonl --count 400
 
@@ -33,6 +33,11 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "adadec, entropy=1.5": {"adadec": True, "entropy": 1.5, "temperature": 0.0},
     "cntp, entropy=0.5": {"cntp": True, "entropy": 0.5, "temperature": 0.8, "seed": 1},
     "cntp, entropy=1.5": {"cntp": True, "entropy": 1.5, "temperature": 0.8, "seed": 1},
+    "cad against no request": {"strategies": [edgerun.strategy("cad")], "temperature": 0.0},
+    "cad, least_entropy=1": {"strategies": [edgerun.strategy("cad", least_entropy=1.0)], "temperature": 0.0},
+    "guidance=1.5 from no request": {"strategies": [edgerun.strategy("negative-prompt")], "temperature": 0.0},
+    "dry": {"strategies": [edgerun.strategy("dry")], "temperature": 0.0},
+    "momentum": {"strategies": [edgerun.strategy("momentum")], "temperature": 0.0},
 }
 
 CHECKS = {"--until 'bash -n'": "(?!)", "--until \"sed 's/<[^>]*>/x/g' | bash -n\"": "<[^>]*>"}
