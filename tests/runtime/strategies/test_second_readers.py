@@ -271,11 +271,12 @@ def test_a_pass_that_fails_leaves_nothing_behind(tiny: Engine, monkeypatch: pyte
     assert tiny.generate("the sea", **options).text == expected.text
 
 
+@pytest.mark.parametrize(("name", "option"), [("cad", "alpha"), ("negative-prompt", "guidance")])
 def test_the_other_prompt_on_the_command_line(
-    tiny: Engine, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Engine, tiny_bundle: Path, capsys: pytest.CaptureFixture[str], name: str, option: str
 ) -> None:
-    given = "negative-prompt:text=of sand, in the sea,guidance=2.5"
-    assert parse_strategy(given) == strategy("negative-prompt", text="of sand, in the sea", guidance=2.5)
+    given = f"{name}:text=of sand, in the sea,{option}=2.5"
+    assert parse_strategy(given) == strategy(name, text="of sand, in the sea", **{option: 2.5})
     assert main([str(tiny_bundle), "-p", "the sea", "-n", "12", "-t", "0", "--json", "--strategy", given]) == 0
     reply = tiny.generate("the sea", max_tokens=12, temperature=0, strategies=[parse_strategy(given)])
     assert json.loads(capsys.readouterr().out)["text"] == reply.text
@@ -290,10 +291,11 @@ def test_the_other_prompt_on_the_command_line(
 def test_the_other_prompt_over_http(tiny: Engine, tiny_bundle: Path) -> None:
     body = chat_body("the sea", max_tokens=12, temperature=0)
     with served_here(tiny_bundle, ServerSettings(), threads=1, cache=False) as server:
-        answer = server.post(CHAT, {**body, "strategies": [{"name": "cad", "text": "a thing", "alpha": 1.5}]})
-    chosen = [strategy("cad", text="a thing", alpha=1.5)]
-    expected = tiny.generate("the sea", max_tokens=12, temperature=0, strategies=chosen)
-    assert answer["choices"][0]["message"]["content"] == expected.text
+        for options in ({"name": "cad", "alpha": 1.5}, {"name": "negative-prompt", "guidance": 3.0}):
+            answer = server.post(CHAT, {**body, "strategies": [{**options, "text": "a thing"}]})
+            chosen = [strategy(text="a thing", **options)]
+            expected = tiny.generate("the sea", max_tokens=12, temperature=0, strategies=chosen)
+            assert answer["choices"][0]["message"]["content"] == expected.text
 
 
 def divergence(p: list[float], q: list[float]) -> float:
