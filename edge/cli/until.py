@@ -45,13 +45,16 @@ class CheckedAnswers:
             options = replace(self.options, seed=(sampling.seed + number) % (1 << 64))
             self._stream = self.engine.stream(self.prompt, options)
             chunks = list(self._stream)
-            # What the user types as a command is run by the shell, as in a terminal; nothing else can set it.
             text = "".join(chunk.text for chunk in chunks).encode()
-            cancelled = chunks[-1].finish_reason is FinishReason.CANCELLED
-            if cancelled or not subprocess.run(self.command, shell=True, input=text, capture_output=True).returncode:  # noqa: S602, PLW1510
+            if chunks[-1].finish_reason is FinishReason.CANCELLED or self._accepts(text):
                 yield from chunks
                 return
         raise EdgeError(f"none of {self.most} answers passes {self.command!r}", "give more --tries, or a higher -t")
+
+    def _accepts(self, text: bytes) -> bool:
+        # What the user types as a command is run by the shell, as in a terminal; nothing else can set it.
+        checked = subprocess.run(self.command, shell=True, input=text, capture_output=True, check=False)  # noqa: S602
+        return checked.returncode == 0
 
     def cancel(self) -> None:
         """End the sampling after the current pass."""

@@ -41,7 +41,7 @@ class Anchored(Strategy):
         most=1000,
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text.
 
         Raises:

@@ -63,7 +63,7 @@ class NegativePrompt(_OtherPrompt):
         other = replace(chat, messages=messages)
         return other.ids if self.text is None else super().second_prompt(prompt_ids, other, tokenizer)
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Guided(self.guidance, 0.0)
 
@@ -82,7 +82,7 @@ class Cad(_OtherPrompt):
         0.0, "Entropy in nats, with the context, below which the model is certain and nothing is changed.", least=0
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Guided(1 + self.alpha, self.least_entropy)
 

@@ -35,7 +35,7 @@ class Mirostat(Strategy):
         range="above 0 and at most 1",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Mirostat(self)
 

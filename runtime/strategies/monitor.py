@@ -33,7 +33,7 @@ class Monitor(Strategy):
         64, "Number of the likeliest tokens that are tried; no other token is chosen.", least=1, most=4096
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Monitor(self, tokenizer)
 

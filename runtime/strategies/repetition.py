@@ -34,7 +34,7 @@ class Dry(Strategy):
     last: int = option(-1, "Number of tokens that are searched; -1 for all.", least=-1)
     breakers: str = option('\n:"*', "Characters that no repeated sequence goes across.")
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Dry(self, tokenizer)
 
@@ -91,7 +91,7 @@ class Momentum(Strategy):
     k: int = option(5, "Number of the likeliest tokens to choose from.", least=1, most=1000)
     alpha: float = option(0.2, "Resistance of a token by the length of what it would repeat.", least=0, most=100)
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Momentum(self, greedy=params.greedy)
 

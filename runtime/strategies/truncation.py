@@ -45,7 +45,7 @@ class Typical(Strategy):
         range="above 0 and below 1",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Typical(self.mass)
 
@@ -55,7 +55,7 @@ class _Typical(LogitStage):
         super().__init__()
         self._mass: Final = mass
 
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
         """Keep the tokens whose surprise is closest to the entropy, until they have the mass together."""
         probabilities = weights / weights.sum()
         distance = np.abs(_surprises(probabilities) - _entropy(probabilities))
@@ -80,7 +80,7 @@ class Eta(Strategy):
         range="above 0 and below 1",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Eta(self.epsilon)
 
@@ -90,7 +90,7 @@ class _Eta(LogitStage):
         super().__init__()
         self._epsilon: Final = epsilon
 
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
         """Keep the tokens of at least the probability, and the likeliest one."""
         probabilities = weights / weights.sum()
         least = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(probabilities)))
@@ -113,7 +113,7 @@ class TopNSigma(Strategy):
         range="above 0 and at most 100",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _TopNSigma(self.n / params.temperature)
 
@@ -131,7 +131,7 @@ class _TopNSigma(LogitStage):
         self._least = math.exp(-self._deviations * float(possible.std(dtype=np.float64)))
         return logits
 
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
         """Keep the tokens whose logits are close enough to the largest one."""
         weights[weights < self._least * weights.max()] = 0
         return weights
@@ -153,7 +153,7 @@ class Xtc(Strategy):
         range="above 0 and at most 0.5",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:  # noqa: ARG002
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
         """Begin a text."""
         return _Xtc(self)
 
@@ -163,7 +163,7 @@ class _Xtc(LogitStage):
         super().__init__()
         self._options: Final = options
 
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:  # noqa: ARG002
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
         """Mix both distributions, with and without the likeliest tokens, by how often each is to be sampled from."""
         probabilities = weights / weights.sum()
         likely = probabilities >= self._options.threshold
