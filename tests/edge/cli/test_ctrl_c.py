@@ -42,11 +42,16 @@ sys.exit(code)
 """Runs the command, and presses Ctrl-C at an audit event: its kind, the end of its first argument, and its number."""
 READY = """
 import os, sys
-from edgerun.edge.cli.main import main
-os.write(int(sys.argv.pop(1)), b"r")
-sys.exit(main())
+from edgerun.edge.cli import main as program
+
+def handled(handle=program.end_on_ctrl_c, pipe=int(sys.argv.pop(1))):
+    handle()
+    os.write(pipe, b"r")
+
+program.end_on_ctrl_c = handled
+sys.exit(program.main())
 """
-"""Runs the command, and writes to a pipe right before."""
+"""Runs the command, and writes to a pipe as soon as the command handles Ctrl-C; before that, Python does."""
 AT_THE_END = """
 import atexit, os, signal, sys
 from edgerun.edge.cli.ctrl_c import CommandInterrupts
