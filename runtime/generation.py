@@ -15,8 +15,8 @@ from .decode import DecodeLimits, FinishReason, Step, decode
 from .graph.bound_graph import BoundGraph, Steering
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
-from .kv.arena import KVArena
-from .kv.prefix_cache import PrefixCache, shared_tokens
+from .kv.arena import KVArena, shared_tokens
+from .kv.prefix_cache import PrefixCache
 from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window

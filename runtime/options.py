@@ -15,7 +15,7 @@ from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .arguments.search_options import SearchOptions
 from .arguments.steering_options import SteeringOptions
-from .kv.prefix_cache import shared_tokens
+from .kv.arena import shared_tokens
 from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
 from .sampling.logprobs import MAX_ALTERNATIVES

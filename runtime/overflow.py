@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from ..errors import ContextError, InputError
 from ..models.bundle import Bundle
-from .kv.prefix_cache import shared_tokens
+from .kv.arena import shared_tokens
 from .text.chat_template import Message
 from .text.messages import ChatPrompt
 

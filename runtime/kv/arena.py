@@ -266,6 +266,12 @@ class KVArena(ABC):
         """Give the tensors `slots` slots; there is room for them."""
 
 
+def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning of both sequences."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
 def _converted(array: Array, dtype: np.dtype[Any]) -> Array:
     """The array with elements of another type; itself if it has that type.
 

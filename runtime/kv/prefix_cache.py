@@ -189,6 +189,12 @@ class PrefixCache:
         self._kept.append(new)
         self._evict(self.max_bytes)
 
+    def exchange(self, arena: KVArena, token_ids: Sequence[int], wanted: Sequence[int]) -> KVArena:
+        """Keep a sequence that is finished, as `keep` does, and return an arena for the next one, as `take` does."""
+        arena.hold_from(None)
+        self.keep(arena, token_ids)
+        return self.take(wanted)
+
     def wait(self) -> None:
         """Wait until the prefixes that are being kept on disk are written."""
         self._store.wait()
@@ -229,9 +235,3 @@ def common_prefix(first: TokenIds, second: TokenIds) -> int:
     size = min(first.size, second.size)
     different = np.flatnonzero(first[:size] != second[:size])
     return int(different[0]) if different.size else size
-
-
-def shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of equal tokens at the beginning of both sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -25,7 +25,7 @@ import numpy as np
 from ..decode import DecodeLimits, FinishReason, Step, decode
 from ..engine import Engine
 from ..graph.graph_choice import ChosenSession
-from ..kv.prefix_cache import shared_tokens
+from ..kv.arena import shared_tokens
 from ..long_context.long_graph import LongContextGraph
 from ..options import GenerateOptions, Request
 from ..prefill import prefill

@@ -158,8 +158,9 @@ def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTar
         )
     limit = min(target.context, bundle.context or target.context)
     own_prefixes = None if target.prefixes is None else target.prefixes.beside(lambda: session.arena(limit))
+    exchange = None if own_prefixes is None else own_prefixes.exchange
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), target)
-    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, own_prefixes)
+    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, exchange)
 
 
 def load_layer_skip_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], LayerSkipDraft]:

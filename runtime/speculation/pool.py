@@ -20,8 +20,8 @@ from ...models.user_folders import cache_folder, make_private
 from ..arguments.load_options import LoadOptions
 from ..graph.bound_graph import BoundGraph
 from ..graph.session import DecoderGraph
-from ..kv.arena import KVArena
-from ..kv.prefix_cache import PrefixCache, shared_tokens
+from ..kv.arena import KVArena, shared_tokens
+from ..kv.prefix_cache import PrefixCache
 from ..measure.exactness import EXACTNESS_REPORTS, ExactnessReport, measure_exactness
 from ..measure.measurement_store import model_key
 from ..measure.pass_timing import PASS_COSTS, MeasuringTime, load_or_measure_pass_cost

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...errors import EdgeError
-from ..kv.prefix_cache import shared_tokens
+from ..kv.arena import shared_tokens
 from ..sampling.token_mask import DeadEndError, TokenMask
 from .matcher import Matcher
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...errors import InputError
 from ...models.json_file import shown
-from ..kv.prefix_cache import shared_tokens
+from ..kv.arena import shared_tokens
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message
 from .tokenizer import TextTokenizer
 

@@ -13,7 +13,7 @@ A path is the tuple of draft tokens behind the sequence; `()` is the sequence it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Final, TypeAlias
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.bound_graph import BoundGraph
-from ...kv.arena import KVArena
-from ...kv.prefix_cache import PrefixCache, shared_tokens
+from ...kv.arena import KVArena, shared_tokens
 from ..pass_cost import PassCost
 from .model import ModelDrafter, Path, TopTokens
 
@@ -53,7 +52,8 @@ class DraftModel(ModelDrafter):
         target_vocab: vocabulary size of the target. Tokens of the draft model beyond it are padding, never drafted.
         target_ids: int32 `[V]`, target ids of the tokens of the LM head; None if they are the same. A trimmed head has
             few tokens. If the embedding has no more tokens than the head, it is trimmed likewise.
-        prefixes: caches of earlier sequences; None to keep the present one only.
+        exchange: keeps the arena and tokens of a sequence in the prefix cache and returns an arena with what it has of
+            another one; None to keep the present sequence only.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class DraftModel(ModelDrafter):
         cost: PassCost,
         target_vocab: int,
         target_ids: Int32 | None = None,
-        prefixes: PrefixCache | None = None,
+        exchange: Callable[[KVArena, Sequence[int], Sequence[int]], KVArena] | None = None,
     ) -> None:
         graph_io = bound.graph_io
         self.cost: Final = cost
         self.passes = 0
         """Number of passes run so far."""
         self._bound: Final = bound
-        self._prefixes: Final = prefixes
+        self._exchange: Final = exchange
         self._branches: Final = graph_io.supports_trees
         self.target_ids: Final = target_ids
         """int32, target ids of the tokens of the LM head; None if they are the same."""
@@ -113,12 +113,10 @@ class DraftModel(ModelDrafter):
             same = shared_tokens(self._token_ids, new)
             if same < self._arena.length:
                 self._drop_draft()
-                if self._prefixes is None:
+                if self._exchange is None:
                     self._arena.rewind_to(same)
                 else:
-                    self._arena.hold_from(None)
-                    self._prefixes.keep(self._arena, self._token_ids)
-                    self._bound.use(self._prefixes.take(new))
+                    self._bound.use(self._exchange(self._arena, self._token_ids, new))
         self._token_ids = new
 
     def append(self, token: int) -> None:

@@ -29,10 +29,9 @@ import numpy as np
 
 from ...graph.bound_graph import BoundGraph
 from ...graph.head_session import HeadSession, MedusaSession
-from ...kv.arena import InPlaceArena, KVArena
+from ...kv.arena import InPlaceArena, KVArena, shared_tokens
 from ...kv.borrowed import BorrowedArena
 from ...kv.features import FeatureSlots
-from ...kv.prefix_cache import shared_tokens
 from ..pass_cost import PassCost
 from ..tree import Source
 from .draft_model import (

@@ -406,7 +406,7 @@ def test_tokens_behind_the_last_held_states_run_once_more_and_are_charged(hybrid
 
 def test_buffers_are_reused_and_released(hybrid: GraphSession) -> None:
     prefixes = PrefixCache(lambda: hybrid.arena(256), 1 << 28)
-    model, text = draft(hybrid, 256, prefixes=prefixes), list(range(20, 50))
+    model, text = draft(hybrid, 256, exchange=prefixes.exchange), list(range(20, 50))
     model.reset(text)
     sizes = []
     for _ in range(8):
