@@ -145,8 +145,8 @@ def _longrope_frequency(
     factors = settings["long_factor" if context > original else "short_factor"]
     attention_factor = settings.get("attention_factor")
     if attention_factor is None:
-        stretch = math.log(trained_length / original) / math.log(original) if trained_length > original else 0.0
-        attention_factor = math.sqrt(1 + stretch)
+        factor = settings.get("factor") or trained_length / original
+        attention_factor = math.sqrt(1 + max(math.log(factor), 0.0) / math.log(original))
     return frequency / factors[pair], float(attention_factor)
 
 

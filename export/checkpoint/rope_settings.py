@@ -151,7 +151,7 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
         case "longrope":
             name = "original_max_position_embeddings"
             original = count(config if config.get(name) is not None else settings, name, default=longest, minimum=2)
-            growth = longest / original
+            growth = number(settings, "factor", default=longest / original)
             magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(original))
             return LongRope(
                 short=_factors(settings, "short_factor", channels // 2),

@@ -222,19 +222,39 @@ def test_greedy_text_is_that_of_transformers(tmp_path, family: str, overrides: d
             assert sequence.token_ids == expected
 
 
-@pytest.mark.parametrize(
-    ("family", "trained", "overrides"),
-    [
-        ("llama", 32, {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-        ("phi3", 32, {"original_max_position_embeddings": 32, "rope_scaling": LONGROPE}),
-    ],
-    ids=["dynamic", "longrope"],
-)
-def test_scalings_beyond_the_trained_length(tmp_path, family: str, trained: int, overrides) -> None:
-    """With a text as long as the exported context, transformers uses the same rotation as the graph."""
-    context = 96
+SHORT = {"max_position_embeddings": 128}
+BEYOND = [
+    ("llama", 32, {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("llama", 32, {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    ("llama", 128, {**SHORT, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    ("qwen2", 128, {**SHORT, "rope_scaling": {**YARN, "original_max_position_embeddings": 32}}),
+    # The files of Qwen2.5 and Qwen3 leave the longest context at the original one.
+    ("qwen2", 32, {"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("qwen3", 128, {**SHORT, "rope_scaling": {**YARN_FULL, "original_max_position_embeddings": 32}}),
+    (
+        "qwen3",
+        128,
+        {**SHORT, "rope_scaling": {**YARN, "original_max_position_embeddings": 32, "attention_factor": 1.7}},
+    ),
+    ("phi3", 32, {"original_max_position_embeddings": 32, "rope_scaling": LONGROPE}),
+    ("llama", 32, {"max_position_embeddings": 32, "rope_scaling": {**LONGROPE, "factor": 4.0}}),
+    (
+        "llama",
+        32,
+        {"max_position_embeddings": 32, "rope_scaling": {**LONGROPE, "factor": 4.0, "attention_factor": 1.4}},
+    ),
+]
+
+
+@pytest.mark.parametrize("context", [32, 33, 120])
+@pytest.mark.parametrize(("family", "default", "overrides"), BEYOND, ids=str)
+def test_scalings_beyond_the_trained_length(tmp_path, family: str, default: int, overrides, context: int) -> None:
+    """With a text as long as the exported context, transformers uses the same rotation as the graph.
+
+    LongRoPE has other factors from the first token beyond the original length on, dynamic scaling another base.
+    """
     source = write_checkpoint(tmp_path / "checkpoint", family, **overrides)
-    assert ExportRecipe(FP32).context_for(read_config(source)) == trained
+    assert ExportRecipe(FP32).context_for(read_config(source)) == default
     tokens = np.random.default_rng(12).integers(0, 300, context)
     model = load(source)
     with torch.no_grad():

@@ -9,8 +9,8 @@ import pytest
 
 from edgerun.export.check.reference_positions import rotation
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.graph.rope import Dynamic, Linear, Llama3, Rope, RopeScaling, Yarn
-from support.tiny_models import LLAMA3, YARN_FULL, tiny_config, write_json
+from edgerun.export.graph.rope import Dynamic, Linear, Llama3, LongRope, Rope, RopeScaling, Yarn
+from support.tiny_models import LLAMA3, LONGROPE, YARN_FULL, tiny_config, write_json
 
 UNSCALED = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
 """10000 ** (-2 i / 16): every other one is a power of ten."""
@@ -67,6 +67,7 @@ def test_frequencies_equal_those_of_transformers(
     assert attention_factor == pytest.approx(factor, rel=1e-12)
 
 
+_FACTORS = (tuple(LONGROPE["short_factor"]), tuple(LONGROPE["long_factor"]))
 SETTINGS = [
     ({"type": "linear", "factor": 4.0}, Linear(4.0)),
     ({"rope_type": "dynamic", "factor": 2.0}, Dynamic(2.0, 256)),
@@ -75,6 +76,8 @@ SETTINGS = [
     ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64}, Yarn(4.0, 64)),
     ({**YARN_FULL, "attention_factor": 1.1}, Yarn(4.0, 64, 16.0, 2.0, False, 1.1, 0.7, 0.4)),
     ({"rope_type": "default"}, Linear()),
+    ({**LONGROPE, "factor": 4.0}, LongRope(*_FACTORS, 256, math.sqrt(1.25))),  # log 4 / log 256
+    ({**LONGROPE, "original_max_position_embeddings": 16}, LongRope(*_FACTORS, 16, math.sqrt(2))),
 ]
 
 
