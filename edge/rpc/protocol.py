@@ -95,6 +95,10 @@ class ModelInfo(Result):
     loaded: bool
     owner: str
     created: Annotated[int, Meta(description="Time of its files in seconds since 1970; 0 if unknown.")]
+    capabilities: Annotated[
+        list[str],
+        Meta(description="`embedding` or `rerank` of an encoder; `completion` of others, and `tools`."),
+    ]
 
 
 class ModelList(Result):

@@ -20,6 +20,7 @@ from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Run
 from ...version import __version__
 from ..service.generation_fields import GenerationRequest, check_token_ids
+from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
 from ..service.pooled_model import ModelState
@@ -42,6 +43,7 @@ class ModelMethods:
 
     def __init__(self, pool: ModelPool) -> None:
         self._pool: Final = pool
+        self._files: Final = ModelFiles(pool)
 
     def handlers(self) -> dict[str, Handler]:
         """The methods by name."""
@@ -61,7 +63,13 @@ class ModelMethods:
         loaded = {status.id for status in self._pool.status() if status.loaded}
         return protocol.ModelList(
             models=[
-                protocol.ModelInfo(id=entry.id, loaded=entry.id in loaded, owner=entry.owner, created=entry.created)
+                protocol.ModelInfo(
+                    id=entry.id,
+                    loaded=entry.id in loaded,
+                    owner=entry.owner,
+                    created=entry.created,
+                    capabilities=self._files.describe(entry)["capabilities"],
+                )
                 for entry in self._pool.offered.entries()
             ]
         )

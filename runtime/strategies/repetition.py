@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..text.tokenizer import TextTokenizer
 
 _LARGEST_PENALTY: Final = 1e6
+_LONGEST_PENALIZED: Final = 128
+"""Number of tokens of a repeated sequence up to which its penalty grows; comparing further ones takes long."""
 _LONGEST: Final = 5
 """Longest sequence that resistance is measured by, as published."""
 
@@ -29,7 +31,7 @@ class Dry(Strategy):
     purpose: ClassVar[str] = "Ends loops: tokens that would continue a sequence as before are made less likely."
     source: ClassVar[str] = "llama.cpp, DRY sampler (P. E. Weidmann, text-generation-webui pull request 5677)"
     multiplier: float = option(0.8, "Penalty for the shortest repeated sequence that has one.", least=0, most=100)
-    base: float = option(1.75, "By how much each further token multiplies it.", least=1, most=10)
+    base: float = option(1.75, "By how much each further token, up to the 128th, multiplies it.", least=1, most=10)
     allowed_length: int = option(2, "Longest repeated sequence without a penalty, in tokens.", least=1)
     last: int = option(-1, "Number of tokens that are searched; -1 for all.", least=-1)
     breakers: str = option('\n:"*', "Characters that no repeated sequence goes across.")
@@ -59,11 +61,9 @@ class _Dry(LogitStage):
         """For each token that would continue a long enough repeated sequence, the penalty for the longest one."""
         least, last = self._options.allowed_length, self._options.last
         tokens = np.array(self.tokens if last < 0 else self.tokens[max(len(self.tokens) - last, 0) :], np.intp)
-        ends = np.arange(
-            tokens.size - 1
-        )  # an earlier occurrence of the last tokens ends before each of tokens[ends + 1]
+        ends = np.arange(tokens.size - 1)  # earlier occurrences of the last tokens end before tokens[ends + 1]
         found: dict[int, float] = {}
-        for length in range(1, tokens.size):
+        for length in range(1, min(tokens.size, _LONGEST_PENALIZED + 1)):
             final = int(tokens[-length])
             ends = ends[ends >= length - 1]
             ends = ends[tokens[ends - (length - 1)] == final]

@@ -17,7 +17,7 @@ from ..prefill import Cancelled, prefill
 from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
 from ..sampling.sampler import Sampler, require_finite
-from ..sampling.token_mask import TokenConstraint
+from ..sampling.token_mask import DeadEndError, TokenConstraint
 from ..speculation.rounds import DraftOrigin, OriginKind
 from .forest import Forest
 
@@ -68,11 +68,20 @@ class SearchRun:
     def scores(self, path: Sequence[int], logits: Logits) -> Logits:
         """Log-probabilities float32 `[V]` of the tokens after a path, valid until the next call.
 
-        They are changed as `SearchSampler.scores` changes logits: -infinity for tokens that may not come.
+        They are changed as `SearchSampler.scores` changes logits: -infinity for tokens that may not come, and for all
+        where none may after a path.
+
+        Raises:
+            DeadEndError: the path is empty, and no token may come.
         """
         with self.sampler.rollback():
             self.sampler.observe(path)
-            return self.sampler.scores(log_probabilities(logits))
+            try:
+                return self.sampler.scores(log_probabilities(logits))
+            except DeadEndError:
+                if not path:
+                    raise
+                return np.full_like(logits, -np.inf)
 
     def extended(self, path: Continuation, token: int, logits: Logits, width: int = 1) -> Continuation:
         """A path and one more token, which was chosen by these logits; it ends where no `width` slots are left."""
@@ -147,7 +156,7 @@ class RankingSearch(Search):
         self.found = self.best(run)
         if len(self.found) < self.wanted:
             what = f"n is {self.wanted}, and {len(self.found)} answers are possible"
-            raise InputError(what, "give a smaller n, or room for longer answers: max_tokens, --context")
+            raise InputError(what, "give a smaller n, or allow other or longer answers: max_tokens, --context")
         run.forest.settle(0)  # others may copy the slots of the text from here on
         yield self.found.pop(0).step(run.forest.passes)
 

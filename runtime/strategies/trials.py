@@ -13,6 +13,7 @@ from ..decode import Step
 from ..sampling.distribution import Distribution
 from ..sampling.draws import uniform_at
 from ..sampling.logit_stage import Logits
+from ..sampling.token_mask import DeadEndError
 from .search import Continuation, Search, SearchRun, log_probabilities
 
 
@@ -73,7 +74,13 @@ class TrialSearch(Search):
         trials = self.count if -float(np.dot(np.exp(possible), possible)) > self.entropy else 1
         live, rows, ended = [Trial(number) for number in range(trials)], np.array([logits] * trials), []
         while live:
-            longer = [self._longer(run, trial, row, alone=trials == 1) for trial, row in zip(live, rows, strict=True)]
+            longer = []
+            for trial, row in zip(live, rows, strict=True):
+                try:
+                    longer.append(self._longer(run, trial, row, alone=trials == 1))
+                except DeadEndError:  # of this trial alone
+                    if trial is live[-1] and not longer and not ended:
+                        raise
             ended += [each for each in longer if trials == 1 or self._is_done(each.path)]
             live = [each for each in longer if trials > 1 and not self._is_done(each.path)]
             if live:

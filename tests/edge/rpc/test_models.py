@@ -43,9 +43,9 @@ def test_a_model_is_pulled_loaded_used_and_unloaded(hub: HubServer) -> None:
         assert {stage for stage, _ in progress_of(client, pull)} == {"org/tiny"}
         assert progress_of(client, pull)[-1][1] == 1
         listed = client.call("models/list")["models"]
-        assert [(each["id"], each["loaded"], each["owner"]) for each in listed] == [
-            ("shell-helper", False, "edge-run"),
-            ("org/tiny", False, "org"),
+        assert [(each["id"], each["loaded"], each["owner"], each["capabilities"]) for each in listed] == [
+            ("shell-helper", False, "edge-run", ["completion", "tools"]),
+            ("org/tiny", False, "org", ["completion", "tools"]),
         ]
         load = client.send("models/load", {"model": "org/tiny"})
         assert client.result(load)["loaded"]
@@ -144,6 +144,7 @@ def test_documents_are_ranked_by_a_language_model_and_by_an_encoder(tmp_path: Pa
     with edgerun.load(reranker, cache=False) as engine, edgerun.load_encoder(encoder) as pairs:
         expected = [engine.score("a", documents).scores.tolist(), pairs.score("a", documents).scores.tolist()]
     with rpc(str(reranker), str(encoder)) as client:
+        assert client.call("models/list")["models"][1]["capabilities"] == ["rerank"]
         found = [client.call("rank", {"model": name, "query": "a", "documents": documents}) for name in (None, "pairs")]
         assert [each["scores"] for each in found] == [pytest.approx(each, abs=1e-5) for each in expected]
         error = client.refused("rank", {"model": "pairs", "query": "a", "documents": ["b"], "instruction": "c"})

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -224,6 +225,32 @@ def test_a_monitor_checks_every_text_and_must_allow_one(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4},
+        {"adadec": True, "entropy": 0.0},
+        {"cntp": True, "entropy": 0.0, "trials": 8, "temperature": 1.5, "seed": 3},
+    ],
+)
+def test_a_dead_end_of_a_monitor_ends_one_continuation_of_a_search(engine: Engine, options: dict[str, Any]) -> None:
+    options |= {"max_tokens": 12, "ignore_eos": True}
+    found = engine.generate("the sea", **options).text
+    ends = []
+
+    def allows(text: str) -> bool:
+        ends.append(allowed := len(text) < 2 or not text.startswith(found[0]))
+        return allowed
+
+    other = engine.generate("the sea", strategies=[Monitor(allows)], **options).text
+    assert not all(ends)
+    assert other
+    assert not other.startswith(found[0])
+    calls = count()
+    with pytest.raises(InputError, match="the monitor allows none|0 answers are possible"):
+        engine.generate("the sea", strategies=[Monitor(lambda _: next(calls) < 64)], **options)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nothing", "there is no strategy 'nothing'; strategies are: anchored, cad, dry, eta, "),
@@ -298,14 +325,20 @@ def test_a_monitor_sees_the_whole_answer_where_a_full_context_has_left_some_out(
     assert reply.text.startswith(seen[-1])
 
 
-@pytest.mark.parametrize(("multiplier", "base", "penalty"), [(0.0, 10.0, 0.0), (2.0, 10.0, 1e6), (0.5, 1.0, 0.5)])
-def test_dry_reads_a_long_repetition_up_to_the_largest_penalty(multiplier: float, base: float, penalty: float) -> None:
+@pytest.mark.parametrize(
+    ("multiplier", "base", "penalty", "length"),
+    [(0.0, 10.0, 0.0, 20), (2.0, 10.0, 1e6, 20), (0.5, 1.0, 0.5, 20), (1.0, 1.001, 1.001**126, 129)],
+)
+def test_dry_reads_a_long_repetition_up_to_the_largest_penalty(
+    multiplier: float, base: float, penalty: float, length: int
+) -> None:
     tokenizer, looked_at = Letters(), list[int]()
     stage = strategy("dry", multiplier=multiplier, base=base).start(SamplingParams(), VOCAB, tokenizer)
     stage.observe_prompt([1] * 400)
     stage._token_bytes = SimpleNamespace(of=lambda token: looked_at.append(token) or b"a")
-    assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == [0.0, -penalty, *[0.0] * (VOCAB - 2)]
-    assert len(looked_at) < 20 * len(stage._breakers)
+    expected = [0.0, pytest.approx(-penalty), *[0.0] * (VOCAB - 2)]
+    assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == expected
+    assert len(looked_at) < length * len(stage._breakers)
 
 
 def test_a_breaker_is_a_whole_character(engine: Engine) -> None:
