@@ -116,6 +116,8 @@ class RequestQueue:
         """Whose pass is next in this turn."""
         self._due: Final[set[TurnTaker]] = set()
         """Who is likely to hand in a pass soon."""
+        self._handed_in: Final[set[TurnTaker]] = set()
+        """Whose pass is handed in and has not run."""
 
     @property
     def running(self) -> int:
@@ -172,6 +174,7 @@ class RequestQueue:
     def leave(self, ticket: TurnTaker) -> None:
         """Give up a place, or waiting for one, or taking turns without one."""
         self._due.discard(ticket)
+        self._handed_in.discard(ticket)
         if self._current is ticket:
             self._current = None  # a ticket refers to its owner's cache
         with self._changed:
@@ -244,6 +247,7 @@ class RequestQueue:
         if taker is None:
             return
         self._due.discard(taker)
+        self._handed_in.add(taker)
         if not is_done():
             self._turns.pass_on()
         deadline = time.perf_counter() + _GRACE_S
@@ -262,6 +266,9 @@ class RequestQueue:
                     time.sleep(_GRACE_S / 40)
         self._current = taker  # others had the turn meanwhile
         self._due.add(taker)
+        if taker in self._handed_in:  # it runs all passes now, and may hand in its next one before others see that
+            self._due |= self._handed_in
+            self._handed_in.clear()
 
     def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:
         """End an answer whose stream nobody reads any more, as soon as a thread uses the queue; returns at once."""

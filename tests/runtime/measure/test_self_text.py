@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,14 @@ def test_the_same_seed_gives_the_same_texts() -> None:
     first, same, other = (sample_texts(BUNDLED, 100, 64, seed) for seed in (1, 1, 2))
     assert [text.tolist() for text in first] == [text.tolist() for text in same]
     assert [text.tolist() for text in first] != [text.tolist() for text in other]
+
+
+def test_the_same_seed_gives_the_same_texts_where_threads_wake_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding depends on how many texts share a pass, so every pass has to wait for all of them."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda _: sleep(0.01))
+    first, *others = ([text.tolist() for text in sample_texts(BUNDLED, 100, 64, 1)] for _ in range(8))
+    assert others == [first] * 7
 
 
 def test_a_model_that_does_not_end_its_requests_answers_neutral_ones(tiny_bundle: Path) -> None:
