@@ -267,7 +267,7 @@ class RequestQueue:
         self._current = taker  # others had the turn meanwhile
         self._due.add(taker)
         if taker in self._handed_in:  # it runs all passes now, and may hand in its next one before others see that
-            self._due |= self._handed_in
+            self._due.update(self._handed_in)
             self._handed_in.clear()
 
     def drop(self, ticket: Ticket, chunks: Chunks | None) -> None:

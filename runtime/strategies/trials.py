@@ -72,7 +72,8 @@ class TrialSearch(Search):
         logprobs = log_probabilities(logits)
         possible = logprobs[logprobs > -np.inf]
         trials = self.count if -float(np.dot(np.exp(possible), possible)) > self.entropy else 1
-        live, rows, ended = [Trial(number) for number in range(trials)], np.array([logits] * trials), []
+        live, rows = [Trial(number) for number in range(trials)], np.array([logits] * trials)
+        ended: list[Trial] = []
         while live:
             longer = []
             for trial, row in zip(live, rows, strict=True):
