@@ -211,7 +211,17 @@ def test_exports_of_transformers_give_what_it_computes(tmp_path: Path, kind: str
     )
     auto = transformers.AutoModel if task == "states" else transformers.AutoModelForSequenceClassification
     model = auto.from_config(config).eval()
-    model.config.return_dict = False
+
+    class Exported(torch.nn.Module):
+        """Takes its inputs by their places, which the models of transformers 5 do not."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *given: Any) -> Any:
+            return self.model(**dict(zip(taken, given, strict=True))).to_tuple()
+
     taken = ["input_ids", "attention_mask", *(["token_type_ids"] if kind == "bert" else [])]
     output = "last_hidden_state" if task == "states" else "logits"
     ids = torch.tensor([[2, 9, 8, 3]])
@@ -220,7 +230,7 @@ def test_exports_of_transformers_give_what_it_computes(tmp_path: Path, kind: str
     axes = {name: {0: "batch", 1: "sequence"} for name in [*taken, "last_hidden_state"]} | {"logits": {0: "batch"}}
     names = [output, *(["pooler_output"] if task == "states" and kind != "modernbert" else [])]
     torch.onnx.export(
-        model,
+        Exported().eval(),
         example,
         str(tmp_path / "onnx" / "model.onnx"),
         input_names=taken,
@@ -238,7 +248,7 @@ def test_exports_of_transformers_give_what_it_computes(tmp_path: Path, kind: str
             found = encoder.embed(TEXTS)
             for text, vector in zip(TEXTS, found, strict=True):
                 token_ids = torch.tensor([own_ids(encoder, text)])
-                states = model(token_ids, torch.ones_like(token_ids))[0][0].numpy()
+                states = model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids))[0][0].numpy()
                 np.testing.assert_allclose(vector, unit(states.mean(axis=0)), atol=2e-4)
             return
         scores = encoder.score("a query", ["a fish", "the other thing"]).scores
