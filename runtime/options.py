@@ -182,7 +182,7 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions):
     speculation: Speculation = option(
         Speculation.AUTO,
         "Drafters for speculative decoding: auto, off, or some of suffix,edit,recycle,ngram,history,model,eagle,medusa,"
-        "mtp. The text does not depend on it, except in near ties where activations have 8 bits.",
+        "mtp,sparse. The text does not depend on it, except in near ties where activations have 8 bits.",
         flags=("--spec",),
         metavar="NAMES",
     )

@@ -19,6 +19,7 @@ _NAMES = {
     "eagle": Source.EAGLE,
     "medusa": Source.MEDUSA,
     "mtp": Source.MTP,
+    "sparse": Source.SPARSE,
 }
 SOURCE_NAMES = dict.fromkeys(Source, "other") | {source: name for name, source in _NAMES.items()}
 SOURCE_NAMES[Source.GRAMMAR] = "grammar"

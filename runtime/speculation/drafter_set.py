@@ -12,7 +12,7 @@ from ..options import Request
 from ..sampling.sampler import SamplingParams
 from ..scheduling.work_thread import WorkThread
 from ..strategies.lossy import LossySpeculator
-from .choice import SOURCE_NAMES, DraftSampling
+from .choice import SOURCE_NAMES, DraftSampling, Speculation
 from .draft_ahead import DraftAhead
 from .draft_loading import NewDraftModel
 from .drafters.draft_model import DraftModel
@@ -20,9 +20,11 @@ from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
+from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter, NgramTable
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.sampled import AcceptanceEstimate, DistributionSource, ModelDistributions
+from .drafters.sparse_cache import LONG_CONTEXT
 from .drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from .drafters.suffix import SuffixDrafter
 from .learned_rates import Mixer
@@ -51,6 +53,8 @@ class SharedDrafting:
     store: HistoryStore | None = None
     new_draft_model: NewDraftModel | None = None
     """None if there is no draft model."""
+    new_sparse_draft: NewDraftModel | str = ""
+    """Or why there is none."""
     thread: WorkThread | None = None
     """Where the draft model runs ahead; None to take turns with the target."""
     mixers: dict[_SpeculatorKey, Mixer] = field(default_factory=dict)
@@ -96,6 +100,8 @@ class DrafterSet:
             else None
         )
         """Runs the draft model while the target verifies; None if they take turns."""
+        self._sparse: ModelDrafter | None = None
+        """The target over a part of its cache, once an answer has drafted with it."""
         self.prompt_ids: Sequence[int] = ()
         """The prompt of the latest answer."""
         self._shared = shared
@@ -117,14 +123,17 @@ class DrafterSet:
         """
         choice, recording, sampling = request.options.speculation, request.recording, request.sampling
         self.prompt_ids = request.prompt_ids
-        if self.model is not None:
-            self.model.attach(arena)
-            self.model.temperature = 1.0 if sampling.greedy else sampling.temperature
+        model = self._model_for(choice)
+        if model is not None:
+            model.attach(arena)
+            model.temperature = 1.0 if sampling.greedy else sampling.temperature
         if request.options.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
             return self._sampled_speculator(request.options.draft_sampling, sampling)
-        available = frozenset(self._drafters) | (frozenset() if self.model is None else {self.model.source})
+        available = frozenset(self._drafters) | (frozenset() if model is None else {model.source})
         if (missing := choice.sources - available) and not choice.automatic:
             hint = _HINTS.get(min(missing), "leave it out")
+            if min(missing) is Source.SPARSE:
+                raise InputError(f"the drafter sparse is not available: {self._shared.new_sparse_draft}", hint)
             raise InputError(f"the drafter {SOURCE_NAMES[min(missing)]} is not available", hint)
         chosen = choice.sources & available
         if recording is not None:
@@ -132,9 +141,30 @@ class DrafterSet:
             chosen -= {Source.RECYCLED}
         rule = request.options.lossy if recording is None else None
         if rule is not None:
-            self._check_lossy(chosen)
+            self._check_lossy(model, chosen)
         key = (chosen, recording is not None, request.options.exact, "" if rule is None else str(rule))
-        return self._speculator(key) if chosen else None
+        return self._speculator(key, model) if chosen else None
+
+    def _model_for(self, choice: Speculation) -> ModelDrafter | None:
+        """What runs a model to draft for the present prompt; None for nothing.
+
+        That is the draft model, or the target over a part of its cache: where that is asked for, and behind long
+        prompts without a draft model.
+
+        Raises:
+            InputError: both are asked for.
+        """
+        named = Source.SPARSE in choice.sources and not choice.automatic
+        if named and self.model is not None and self.model.source in choice.sources:
+            both = f"{SOURCE_NAMES[self.model.source]} and sparse"
+            raise InputError(f"the drafters {both} cannot draft the same answer", "leave one of them out")
+        long = choice.automatic and self.model is None and len(self.prompt_ids) >= LONG_CONTEXT
+        new = self._shared.new_sparse_draft
+        if isinstance(new, str) or not (named or long):
+            return self.model
+        if self._sparse is None:
+            self._sparse = new()
+        return self._sparse
 
     def oracle_speculator(self, recording: Recording, start: int) -> Speculator:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
@@ -146,10 +176,10 @@ class DrafterSet:
         drafter.set_answer(recording.oracle_draft(self._shared.vocab_size), start)
         return speculator
 
-    def _speculator(self, key: _SpeculatorKey) -> Speculator:
+    def _speculator(self, key: _SpeculatorKey, model: ModelDrafter | None) -> Speculator:
         if key not in self._speculators:
             drafters = [drafter for source, drafter in self._drafters.items() if source in key[0]]
-            model = self.model if self.model is not None and self.model.source in key[0] else None
+            model = model if model is not None and model.source in key[0] else None
             kind = LossySpeculator if key[3] else Speculator
             self._speculators[key] = made = kind(
                 drafters,
@@ -157,22 +187,22 @@ class DrafterSet:
                 model=model,
                 trees=self._shared.trees,
                 mixer=self._shared.mixers.get(key),
-                ahead=None if model is None else self.ahead,
+                ahead=self.ahead if model is self.model and model is not None else None,
             )
             self._shared.mixers[key] = made.mixer
         return self._speculators[key]
 
-    def _check_lossy(self, chosen: frozenset[Source]) -> None:
+    def _check_lossy(self, model: ModelDrafter | None, chosen: frozenset[Source]) -> None:
         """Check that there is a draft model whose choices depend on the text alone.
 
         Raises:
             InputError: there is none.
         """
-        if self.model is None or self.model.source not in chosen:
+        if model is None or model.source not in chosen:
             raise InputError("lossy decoding needs a draft model", _HINTS[Source.MODEL])
-        if type(self.model) is not DraftModel:  # what others draft depends on what the target has computed
+        if type(model) is not DraftModel:  # what others draft depends on what the target has computed
             raise InputError(
-                "lossy decoding needs a draft model of its own, not a draft head or a draft of the model's layers",
+                "lossy decoding needs a draft model of its own, not a draft head or a draft of the model itself",
                 _HINTS[Source.MODEL],
             )
 

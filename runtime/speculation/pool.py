@@ -37,6 +37,7 @@ from .drafters.history_store import HistoryStore
 from .drafters.model import ModelDrafter
 from .drafters.ngram import open_bundle_table
 from .drafters.recycling import RecycledTable
+from .drafters.sparse_cache import load_sparse_draft
 from .pass_cost import PassCost
 from .replay import OracleMode
 from .speculator import Speculator
@@ -251,6 +252,7 @@ class DrafterPool:
                 table,
                 self._store,
                 new_draft_model,
+                load_sparse_draft(self._graph, cost),
                 self._draft_thread,
             )
         return self._resources

@@ -44,6 +44,8 @@ class Source(IntEnum):
     """Medusa heads over the target's last hidden state."""
     MTP = 11
     """The multi-token-prediction module of the target."""
+    SPARSE = 12
+    """The target over a part of its cache."""
 
 
 class Tree:

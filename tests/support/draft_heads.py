@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from edgerun.runtime.kv.features import FeatureSlots
 from edgerun.runtime.result import Stats
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.draft_loading import DraftTarget, load_head
+from edgerun.runtime.speculation.drafters.sparse_cache import load_sparse_draft
 from edgerun.runtime.speculation.drafters.target_drafts import HiddenStateHead
 from edgerun.runtime.speculation.tree import Source
 from support.tiny_heads import write_eagle_head, write_mtp_checkpoint
@@ -39,6 +40,8 @@ from support.tiny_models import tiny_config, write_checkpoint
 from .adversarial_drafters import NEARLY_FREE, FixedCost
 
 CPU = SessionConfig(choose_device("cpu"), 1)
+_FREE = {128: {1: 1e-6, 16: 1.1e-6}}
+"""Seconds of a pass of a draft model that takes no time."""
 
 
 def bind_with_features(target: GraphSession, context: int) -> BoundSession:
@@ -62,9 +65,12 @@ def eager_engine(bundle: Path, *, trees: bool = True, **options: Any) -> Engine:
     if not trees:
         assert engine.model._graph is not None
         engine.model._graph.disable_trees()
-    engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
-    if (draft := engine.model.drafters.draft_model()) is not None:
-        draft.cost = FixedCost({128: {1: 1e-6, 16: 1.1e-6}})
+    drafters = engine.model.drafters
+    drafters._pass_cost = FixedCost(NEARLY_FREE)
+    own = load_sparse_draft(drafters._graph, FixedCost(_FREE))
+    drafters._resources = replace(drafters._load_resources(), new_sparse_draft=own)
+    if (draft := drafters.draft_model()) is not None:
+        draft.cost = FixedCost(_FREE)
     return engine
 
 

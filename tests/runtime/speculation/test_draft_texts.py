@@ -22,6 +22,7 @@ from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft, name_draft
 from edgerun.runtime.kv import layer_states
+from edgerun.runtime.speculation import drafter_set
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens
 from support.draft_heads import check_counts, eager_engine, export_with_eagle_head, export_with_mtp_module
@@ -76,6 +77,7 @@ def trimmed(bundle: Path) -> Path:
 KINDS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "suffix": ("suffix", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "recycle": ("recycle", lambda folder: write_bundle(folder, max_position_embeddings=600)),
+    "few slots": ("sparse", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "trimmed head": ("model", with_trimmed_draft),
     "layers of the target": ("model", with_skipped_layers),
     "layers of the target, trimmed head": ("model", lambda folder: trimmed(with_skipped_layers(folder))),
@@ -119,7 +121,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def drafted(bundle: tuple[Path, str]) -> Iterator[Drafted]:
-    with eager_engine(bundle[0]) as engine:
+    with eager_engine(bundle[0]) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter_set, "LONG_CONTEXT", 0 if bundle[1] == "sparse" else 4096)
         yield Drafted(engine, bundle[1])
 
 

@@ -1,0 +1,189 @@
+"""Drafts of the target itself over few of its cache slots, for long contexts.
+
+A pass after a long context reads all of its keys and values. A pass of the same graph over about a thousand of them
+takes the time of a short context and mostly finds the same token, so it drafts, and the whole cache verifies. Nothing
+is trained and no other graph is loaded: slots are copied from the target's cache to a small one. Keys have their
+rotation and the positions of new tokens are an input, so the slots may be any.
+
+Kept are the first slots, which attention falls back on (StreamingLLM: Xiao et al. 2024), the recent ones, and the
+blocks that have most in common with the recent text: where a passage is copied or a question answered, its words are
+what the two share (SentenceKV: Zhu et al. 2025, with tokens in place of vectors). The choice is made again every few
+tokens. In between, slots of accepted tokens are copied as the target computed them (Recycled Attention: Xu et al.
+2024).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...devices.providers import CPU_PROVIDER
+from ...graph.bound_graph import BoundGraph
+from ...graph.graph_io import CacheMode, InputRole
+from ...graph.session import DecoderGraph
+from ...kv.arena import InPlaceArena, KVArena
+from ...kv.buffers import NumpyBuffers
+from ..pass_cost import PassCost
+from ..tree import Source
+from .draft_model import DraftModel, Floats, Int32
+from .model import Path
+
+LONG_CONTEXT: Final = 4096
+"""Number of tokens of a prompt from which these drafts may pay."""
+BLOCK: Final = 32
+"""Number of slots that are chosen together."""
+_KEPT_BLOCKS: Final = 32
+"""Number of blocks that are copied."""
+_RECENT_BLOCKS: Final = 12
+"""Number of these that hold the most recent tokens."""
+_REFRESH: Final = 32
+"""Number of accepted tokens after which blocks are chosen again."""
+_RECENT_TEXT: Final = 48
+"""Number of tokens at the end of the text whose occurrences are looked up."""
+_SCRATCH: Final = 256
+"""Number of slots for draft tokens."""
+
+
+def load_sparse_draft(graph: DecoderGraph, cost: PassCost) -> Callable[[], SparseCacheDraft] | str:
+    """What makes drafts of a graph over a part of its cache for one more sequence; or why nothing can.
+
+    Args:
+        graph: the target.
+        cost: cost of its passes, refined by those over few slots too.
+    """
+    graph_io = graph.graph_io
+    if graph_io.states:
+        return "the model has layers without attention, whose states cannot be taken apart"
+    if graph.config.device.provider != CPU_PROVIDER or graph_io.cache_mode is not CacheMode.IN_PLACE:
+        return "the cache is not extended in place in the memory of the CPU"
+    if InputRole.POSITIONS not in graph_io.inputs or graph_io.window_biases:
+        return "the graph takes the position of a token from its cache slot"
+    slots = _KEPT_BLOCKS * BLOCK + _REFRESH + _SCRATCH
+    return lambda: SparseCacheDraft(graph.bind(graph.arena(slots)), cost)
+
+
+class SparseCacheDraft(DraftModel):
+    """A `DraftModel` that is the target over a part of the cache that `attach` names.
+
+    To the draft model the sequence is what its arena holds: one token for every copied slot, then those that the target
+    has not run.
+
+    Args:
+        bound: the target's graph over an arena of its own.
+        cost: as for `load_sparse_draft`.
+    """
+
+    source = Source.SPARSE
+    # The same model says what is likely: more often right than its probability, as only the cache differs.
+    prior = tuple(min(0.35 + 0.7 * rate, 0.98) for rate in DraftModel.prior[: len(DraftModel.prior) // 2]) + tuple(
+        0.6 * rate for rate in DraftModel.prior[: len(DraftModel.prior) // 2]
+    )
+
+    def __init__(self, bound: BoundGraph, cost: PassCost) -> None:
+        super().__init__(bound, cost, bound.graph_io.vocab_size)
+        bound.prefers_base = True
+        self._target: Callable[[], KVArena | None] = lambda: None
+        self._text: list[int] = []
+        self._copied = 0
+        """Number of tokens at the beginning of the text of which slots were chosen; 0 to choose again."""
+        self._offset = 0
+        """Position of a token less its slot, behind the copied ones."""
+
+    def attach(self, arena: KVArena) -> None:
+        """Copy slots of the target's `arena`, which holds the sequence from now on, without keeping it alive."""
+        self._target, self._copied, self._stale = weakref.ref(arena), 0, True
+
+    def reset(self, token_ids: Sequence[int]) -> None:
+        """Replace the sequence."""
+        self._text, self._copied, self._stale = list(token_ids), 0, True
+
+    def append(self, token: int) -> None:
+        """Append a token to the sequence."""
+        self._text.append(token)
+        self._stale = True
+
+    @property
+    def pending(self) -> int:
+        """Number of tokens of the sequence that neither the target nor the draft model has run."""
+        end = self._available
+        return len(self._token_ids) - self._arena.length if end == self._copied else len(self._text) - end
+
+    @property
+    def _available(self) -> int:
+        """Number of tokens of the sequence whose slots the target has: at least the last one is not among them."""
+        target = self._target()
+        return 0 if target is None else min(target.length, len(self._text) - 1)
+
+    def _commit_accepted(self) -> None:
+        """Forget draft tokens once the sequence has grown: the target has slots of those that were accepted."""
+        if self._stale:
+            self._drop_draft()
+            self._stale = False
+
+    def _run_path(self, path: Path) -> None:
+        if self._available:
+            self._copy_slots()
+            super()._run_path(path)
+
+    def _copy_slots(self) -> None:
+        """Copy the slots of what was accepted since the last time, or those of a new choice."""
+        arena, target, end = self._arena, self._target(), self._available
+        if end == self._copied:
+            return
+        slots, held = np.arange(self._copied, end), self._copied - self._offset
+        if not self._copied or held + slots.size > _KEPT_BLOCKS * BLOCK + _REFRESH:
+            slots, held = chosen_slots(np.array(self._text, np.int64), end), 0
+        arena.rewind_to(held)
+        arena.reserve(arena.limit - held)
+        assert isinstance(target, InPlaceArena)  # noqa: S101  `load_sparse_draft` checks it
+        assert isinstance(target.buffers, NumpyBuffers)  # noqa: S101  so too
+        assert isinstance(arena.buffers, NumpyBuffers)  # noqa: S101  so too
+        pairs = zip(target.buffers.arrays, arena.tensor_types, strict=True)
+        arena.buffers.write_new(held, [array[kind.index(slots)] for array, kind in pairs], slots.size)
+        arena.commit(slots.size)
+        self._copied, self._offset = end, end - arena.length
+        self._token_ids = [0] * arena.length + self._text[end:]
+
+    def _forward(
+        self,
+        tokens: Int32,
+        positions: npt.NDArray[np.int64] | None = None,
+        mask: npt.NDArray[np.bool_] | None = None,
+    ) -> Floats:
+        if positions is None:
+            positions = self._arena.length + len(self._scratch) + np.arange(tokens.size)
+        return super()._forward(tokens, positions + self._offset, mask)
+
+
+def chosen_slots(text: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.intp]:
+    """The slots to draft from, ascending: whole blocks but for the last one.
+
+    Args:
+        text: int64, the token ids of the sequence.
+        end: number of its tokens that have slots.
+    """
+    scores = overlap(text, end)
+    scores[0] = np.inf
+    scores[-_RECENT_BLOCKS:] = np.inf
+    chosen = np.sort(np.argsort(scores, kind="stable")[-_KEPT_BLOCKS:])
+    slots = (chosen[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+    return slots[slots < end]
+
+
+def overlap(text: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.float64]:
+    """How much the blocks of the first `end` tokens have in common with the end of a text, float64 `[blocks]`.
+
+    Of every pair of tokens at the end of the text, all earlier places together count one: what occurs everywhere says
+    nothing. What follows a place is needed as much, so a place counts for the next block too.
+    """
+    pairs = text[:-1] << 32 | text[1:]
+    places = np.flatnonzero(np.isin(pairs[: end - 1], pairs[-_RECENT_TEXT:]))
+    _, which, counts = np.unique(pairs[places], return_inverse=True, return_counts=True)
+    found = np.zeros(-(-end // BLOCK))
+    np.add.at(found, places // BLOCK, 1 / counts[which])
+    found[1:] += found[:-1]
+    return found
