@@ -1,4 +1,4 @@
-"""Completing a calibrated bundle: quality, scales of an int8 KV cache, draft, plan file and report."""
+"""Completing a calibrated bundle: quality, scales of a quantized KV cache, draft, plan file and report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NA
 from ..models.manifest import Calibration, GraphLayout, Manifest
 from ..models.progress import Progress
 from ..runtime.devices.providers import choose_device
-from ..runtime.graph.int8_cache import rotated_pairs
+from ..runtime.graph.quantized_cache import rotated_pairs
 from ..runtime.graph.session import GraphSession, SessionConfig
 from ..runtime.measure.bundle_timing import BundleTimer
 from ..runtime.measure.cache_calibration import calibrated_scales

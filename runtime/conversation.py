@@ -165,8 +165,8 @@ class Session:
                 "device": self._model.device.provider,
             }
             scales = _scales_by_type(self._model, arena)
-            if scales is not None:
-                about["kv"] = KVFormat.INT8
+            if self._model.kv_scales is not None:
+                about["kv"] = self._model.kv_scales.kv
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
                 "tokens": np.asarray(tokens, np.int64),
@@ -186,7 +186,7 @@ class Session:
         about, arrays = _read_saved(path, _largest_file(model))
         _require_model(about, path, model.bundle)
         tokens, messages = arrays["tokens"], about["messages"]
-        saved = _numbered(arrays, "scales.") if about.get("kv") == KVFormat.INT8 else None
+        saved = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT else None
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.graph_io.vocab_size:
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
@@ -236,7 +236,8 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
     """Read a file that `Session.save` wrote, of at most `max_bytes` bytes, unpacked too, and check its contents' types.
 
     Returns:
-        What it says of the conversation, and the arrays with the token ids, the cache, and the scales of an int8 cache.
+        What it says of the conversation, and the arrays with the token ids, the cache, and the scales of a quantized
+        cache.
 
     Raises:
         InputError: it cannot be read, or is not such a file.
@@ -245,7 +246,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         arrays = read_arrays(path, max_bytes)
         tokens = arrays["tokens"]
         # Files of earlier versions have no name, and were computed on the CPU.
-        about = {"name": "", "plain": 0, "device": CPU_PROVIDER, **json.loads(arrays["about"].tobytes())}
+        about = {"name": "", "plain": 0, "device": CPU_PROVIDER, "kv": "float", **json.loads(arrays["about"].tobytes())}
         about["messages"] = checked_messages(about["messages"])
         if not about.keys() >= {"format", "model"}:
             raise KeyError
@@ -253,7 +254,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not a saved conversation", _HINT) from error
-    scales = _numbered(arrays, "scales.") if about.get("kv") == KVFormat.INT8 else ()
+    scales = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT else ()
     if (
         tokens.dtype != np.int64
         or tokens.ndim != 1
@@ -301,16 +302,15 @@ def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:
 def _largest_file(model: LoadedModel) -> int:
     """Size in bytes of the largest conversation that a model can save, also with a longer context than now."""
     context = max(model.context, model.bundle.context or 0)
-    # A cache of float16 or int8 may continue one that was saved in float32.
-    values = sum(each.slot_bytes // each.dtype.itemsize for each in model.graph_io.tensor_types)
-    cache_bytes = max(values * np.dtype(np.float32).itemsize, model.graph_io.cache_bytes_per_token)
+    # A cache of any other format may continue one that was saved in float32, at most eight times as large.
+    cache_bytes = 8 * model.graph_io.cache_bytes_per_token
     types = model.graph_io.state_types
     states = largest_state_snapshot(types, context) if types else 0
     return context * (cache_bytes + _BYTES_PER_TOKEN) + states + _OTHER_BYTES
 
 
 def _scales_by_type(model: LoadedModel, arena: KVArena) -> list[npt.NDArray[np.float32]] | None:
-    """The scales of a model's int8 cache, as the arena's snapshots are arranged; None for a float cache."""
+    """The scales of a model's quantized cache, as the arena's snapshots are arranged; None for a float cache."""
     if model.kv_scales is None:
         return None
     names = [tensor.past for tensor in model.graph_io.cache]

@@ -66,8 +66,8 @@ def load(
     if tokenizer is not None:
         tokenizer = path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")
     bundle = open_bundle(find_model(model, chosen.kind), kind=chosen.kind, tokenizer=tokenizer)
-    # An int8 cache and an int8 prompt graph are the CPU's, so nothing else is chosen for them.
-    automatic = wanted.device.lower() == "auto" and wanted.kv != KVFormat.INT8 and wanted.prefill != PrefillMode.INT8
+    # A quantized cache and an int8 prompt graph are the CPU's, so nothing else is chosen for them.
+    automatic = wanted.device.lower() == "auto" and wanted.kv == KVFormat.FLOAT and wanted.prefill != PrefillMode.INT8
     if automatic and cache:
         chosen = measured_device(bundle)
     pair = find_draft(bundle, wanted.draft)
@@ -81,9 +81,11 @@ def load(
         count = threads or (saver_threads() if mode.saves else stored)
         config = SessionConfig(where, count, mode)
         if wanted.kv != KVFormat.FLOAT:
-            from .measure.cache_calibration import with_int8_kv  # noqa: PLC0415 -- importing protobuf takes 28 ms
+            from .measure.cache_calibration import with_quantized_kv  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-            config = with_int8_kv(bundle, config, wanted.context, cache=cache, progress=progress)
+            config = with_quantized_kv(
+                bundle, config, KVFormat(wanted.kv), wanted.context, cache=cache, progress=progress
+            )
         config = replace(config, shares_cores=wanted.anchor is not None)
         config, placed = _with_draft(bundle, config, pair, wanted.draft_device)
         return Engine(LoadedModel(bundle, config, wanted, placed, progress))

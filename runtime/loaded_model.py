@@ -98,7 +98,7 @@ class LoadedModel:
         self.threads: Final = config.threads
         """Number of compute threads; 0 for `default_threads`."""
         self.kv_scales: Final = config.kv_scales
-        """The scales of an int8 KV cache; None for a float cache."""
+        """The scales of a quantized KV cache; None for a float cache."""
         self.power: Final = config.power
         """Whether the threads spin while they wait for work, or sleep."""
         if graph.graph_io.vocab_size < graph.graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
@@ -198,7 +198,7 @@ class LoadedModel:
         return min(options.candidates, self.queue.parallel) * readers * tokens * self.graph_io.cache_bytes_per_token
 
     def with_float_cache(self) -> BoundGraph:
-        """Load the graph once more, with a float cache, and bind it to one: what an int8 cache is compared with.
+        """Load the graph once more, with a float cache, and bind it to one: what a quantized cache is compared with.
 
         Raises:
             BundleError: the graph cannot be loaded.

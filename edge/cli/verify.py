@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
@@ -56,7 +56,7 @@ def verify(
     packed for this machine in the cache, and of the int8 prompt graph, all bytes are compared with their checksums.
     Prompts are read by the model itself (--prefill plain).
 
-    With --kv int8 all this is done with an int8 cache, and its logits are compared with those of a float cache.
+    With --kv int8 or int4 all this is done with that cache, and its logits are compared with those of a float cache.
 
     Examples: edge-run verify my-model --prompts spec_bench.jsonl --limit 10; edge-run verify my-model --kv int8
     """
@@ -75,16 +75,16 @@ def verify(
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
         settings = BenchSettings(max_tokens)
         prompt_ids = [encode_turn(engine, settings, each.exchanges[0]).prompt for each in conversations]
-        quality = None
+        quality = {}
         with ProgressDisplay() as progress:
             comparison = Comparison(engine, max_tokens)
             report = comparison.report(prompt_ids, lambda fraction: progress("comparing texts", fraction))
-            if load.kv == KVFormat.INT8:
-                quality = measure_cache_quality(
+            if load.kv != KVFormat.FLOAT:
+                quality[f"{load.kv} cache"] = measure_cache_quality(
                     engine.new_sequence().bound,
                     engine.with_float_cache(),
                     comparison.texts,
-                    lambda fraction: progress("comparing the int8 cache with a float cache", fraction),
+                    lambda fraction: progress(f"comparing the {load.kv} cache with a float cache", fraction),
                 )
         engine.drafters.store_exactness_report(report)
         if as_json:
@@ -94,14 +94,16 @@ def verify(
     return 0 if report.passed else 1
 
 
-def _facts(engine: Engine, report: ExactnessReport, quality: LogitQuality | None, packed: bool) -> dict[str, Any]:
+def _facts(
+    engine: Engine, report: ExactnessReport, quality: Mapping[str, LogitQuality], packed: bool
+) -> dict[str, Any]:
     """What was found, as plain values."""
     return {
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
         "packed_weights": "intact" if packed else None,
         "summary": exactness_summary(report),
-        **({} if quality is None else {"int8_cache": asdict(quality)}),
+        **{name.replace(" ", "_"): asdict(each) for name, each in quality.items()},
         **report.to_json(),
     }
 
@@ -124,7 +126,7 @@ def exactness_summary(report: ExactnessReport) -> str:
 
 
 def _show(
-    engine: Engine, report: ExactnessReport, quality: LogitQuality | None, packed: bool, prompts: Sequence[str]
+    engine: Engine, report: ExactnessReport, quality: Mapping[str, LogitQuality], packed: bool, prompts: Sequence[str]
 ) -> None:
     noise = report.noise
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -145,12 +147,12 @@ def _show(
         count = getattr(report, kind)
         if count is not None:
             table.add_row(name, _counted(count))
-    if quality is not None:
+    for name, each in quality.items():
         table.add_row(
-            "int8 cache",
-            f"mean KL {quality.mean_kl:.2g} from a float cache (99 % of positions below {quality.p99_kl:.2g}), "
-            f"the same most likely token at {quality.top1_agreement:.1%} of {quality.positions} positions of texts of "
-            f"up to {quality.longest} tokens",
+            name,
+            f"mean KL {each.mean_kl:.2g} from a float cache (99 % of positions below {each.p99_kl:.2g}), the same "
+            f"most likely token at {each.top1_agreement:.1%} of {each.positions} positions of texts of up to "
+            f"{each.longest} tokens",
         )
     console = SafeConsole()
     console.print(table)

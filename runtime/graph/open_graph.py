@@ -102,7 +102,7 @@ def prompt_graph_obstacle(
     found = {
         "not asked for": prefill is PrefillMode.PLAIN,
         f"runs on the CPU alone, not on {config.device}": config.device.provider != CPU_PROVIDER,
-        "runs with a float cache alone, not with --kv int8": config.kv is not KVFormat.FLOAT,
+        f"runs with a float cache alone, not with --kv {config.kv}": config.kv is not KVFormat.FLOAT,
         "is not made of models with a graph for their embedding": bundle.embedding is not None,
         "needs a cache that is extended in place": graph_io.cache_mode is not CacheMode.IN_PLACE,
         "is kept in the cache folder, and --no-cache was given": not cache,

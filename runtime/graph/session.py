@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-import numpy as np
 import onnxruntime as ort
 import psutil
 
@@ -60,12 +59,12 @@ class SessionConfig:
     profile: Path | None = None
     """Prefix of the path of a file to which ONNX Runtime writes the time of every node; see `read_profile`."""
     kv_scales: CacheScales | None = None
-    """The scales of an int8 KV cache; None for a float cache."""
+    """The scales of a quantized KV cache; None for a float cache."""
 
     @property
     def kv(self) -> KVFormat:
         """Element type of the KV cache."""
-        return KVFormat.FLOAT if self.kv_scales is None else KVFormat.INT8
+        return KVFormat.FLOAT if self.kv_scales is None else self.kv_scales.kv
 
     def options(self) -> ort.SessionOptions:
         """New session options with these threads."""
@@ -177,10 +176,11 @@ class GraphSession(DecoderGraph):
         is_current = stored is not None and stored.key == graph_io_key(graph_io)
         self.probe_result = stored if is_current else self._probed(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
-        others = [each.past for each in self.graph_io.cache if each.tensor_type.dtype != np.int8]
-        if config.kv is KVFormat.INT8 and (others or self.graph_io.cache_mode is not CacheMode.IN_PLACE):
-            what = f"of {others[0]}" if others else "that grows with every pass"
-            raise BundleError(f"{graph} has a cache {what}, which cannot be int8", "leave --kv out")
+        if config.kv_scales is not None:
+            others = [each.past for each in self.graph_io.cache if each.tensor_type.dtype != config.kv.dtype]
+            if others or self.graph_io.cache_mode is not CacheMode.IN_PLACE:
+                what = f"of {others[0]}" if others else "that grows with every pass"
+                raise BundleError(f"{graph} has a cache {what}, which cannot be {config.kv}", "leave --kv out")
 
     def __del__(self) -> None:
         """Free the session while nothing runs on its device."""
@@ -246,9 +246,9 @@ class GraphSession(DecoderGraph):
 
         config, model = self.config, self._model
         if config.kv_scales is not None:
-            from .int8_cache import with_int8_cache  # noqa: PLC0415 -- see above
+            from .quantized_cache import with_quantized_cache  # noqa: PLC0415 -- see above
 
-            model, config = with_int8_cache(self._graph, config.kv_scales, model), replace(config, kv_scales=None)
+            model, config = with_quantized_cache(self._graph, config.kv_scales, model), replace(config, kv_scales=None)
         try:
             packed = packed_graph(self._graph, self.graph_io, texts, model)
             session = load_graph(self._graph, config, packed)[0]
@@ -292,9 +292,9 @@ def load_graph(
         options.enable_profiling = True
         options.profile_file_prefix = str(config.profile)
     if config.kv_scales is not None:
-        from .int8_cache import with_int8_cache  # noqa: PLC0415 -- importing protobuf takes 28 ms
+        from .quantized_cache import with_quantized_cache  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-        model = with_int8_cache(graph, config.kv_scales, model)
+        model = with_quantized_cache(graph, config.kv_scales, model)
     if model is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     try:

@@ -1,8 +1,9 @@
-"""Scales of an int8 KV cache, and slots converted by them.
+"""Scales of a quantized KV cache, and slots converted by them.
 
-The operator stores `clip(round(value / scale), -128, 127)` with one constant scale for every channel of every key/value
-head, so values beyond 127 scales saturate. A slot's codes depend on its own keys and values only: passes of every width
-write the same ones.
+The operator stores `round(value / scale)`, from -128 to 127 with 8 bits and from -8 to 7 with 4, with one constant
+scale for every channel of every key/value head, so larger values saturate. A slot's codes depend on its own keys and
+values only: passes of every width write the same ones. A byte (uint8) holds two codes of 4 bits, each plus 8, the first
+one in its low half.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from .buffers import CacheSnapshot, CacheTensorType
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_CODE: Final = 127
+MAX_CODE_4: Final = 7
+"""Largest code of 4 bits."""
+_CLIPPED: Final = 0.75
+"""Share of the largest values that codes of 4 bits reach: larger ones saturate, and all others become more precise
+(docs/decisions/0060-int8-cache.md)."""
+_DIMENSIONS: Final = 5
+"""Number of dimensions of a snapshot's slots."""
 _DIGITS: Final = 6
 """Significant digits with which scales are kept."""
 
@@ -32,6 +40,18 @@ class KVFormat(StrEnum):
     """The graph's own."""
     INT8 = "int8"
     """One byte, a quarter of float32."""
+    INT4 = "int4"
+    """Half a byte, an eighth of float32."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a quantized key's or value's channel."""
+        return int(self.removeprefix("int"))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Elements of a quantized cache's tensors."""
+        return np.dtype(np.uint8 if self is KVFormat.INT4 else np.int8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +60,12 @@ class CacheScales:
 
     tensors: Mapping[str, Floats]
     """float32 `[kv_heads, head_dim]` by the name of the cache input."""
+    kv: KVFormat = KVFormat.INT8
+    """The format they are for."""
 
     @classmethod
     def of_largest(cls, largest: Mapping[str, Floats]) -> CacheScales:
-        """Scales with which `largest` values `[kv_heads, head_dim]` of the cache inputs become the largest code.
+        """Scales with which `largest` values `[kv_heads, head_dim]` of the cache inputs become the largest int8 code.
 
         Channels without a value other than 0 get the smallest scale of their tensor.
         """
@@ -53,6 +75,11 @@ class CacheScales:
             kept = [_rounded(value) for value in (np.where(values > 0, values, floor) / MAX_CODE).ravel().tolist()]
             scales[name] = np.array(kept, np.float32).reshape(values.shape)
         return cls(scales)
+
+    def of_format(self, kv: KVFormat) -> CacheScales:
+        """Scales of another format for the same largest values, from those of int8."""
+        ratio = np.float32(1.0 if kv is self.kv else _CLIPPED * MAX_CODE / MAX_CODE_4)
+        return CacheScales({name: ratio * each for name, each in self.tensors.items()}, kv)
 
     def stacked(self, names: Sequence[str]) -> Floats:
         """Scales of several cache inputs of one shape, `[tensors, kv_heads, head_dim]`.
@@ -80,17 +107,25 @@ class CacheScales:
         return cls({name: _scales_of(name, heads) for name, heads in tensors.items()})
 
 
-def quantize_slots(slots: npt.NDArray[Any], scales: Floats) -> npt.NDArray[np.int8]:
+def quantize_slots(slots: npt.NDArray[Any], scales: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Codes of cached slots `[tensors, 1, kv_heads, slots, head_dim]`, given `[tensors, kv_heads, head_dim]` scales.
 
-    The codes are those that the operator stores, of halves the even one.
+    The codes are those that the operator stores, of halves the even one: int8, or two of 4 bits in each uint8 of
+    `[tensors, 1, kv_heads, slots, head_dim / 2]`.
     """
-    codes = np.rint(slots / scales[:, None, :, None, :])
-    return np.clip(codes, -MAX_CODE - 1, MAX_CODE).astype(np.int8)
+    largest = MAX_CODE if dtype == np.int8 else MAX_CODE_4
+    codes = np.clip(np.rint(slots / scales[:, None, :, None, :]), -largest - 1, largest).astype(np.int8)
+    if dtype == np.int8:
+        return codes
+    shifted = (codes + np.int8(MAX_CODE_4 + 1)).view(np.uint8)
+    return shifted[..., ::2] | shifted[..., 1::2] << 4
 
 
-def dequantize_slots(codes: npt.NDArray[np.int8], scales: Floats) -> Floats:
-    """The float32 values of cached slots; shapes as for `quantize_slots`."""
+def dequantize_slots(codes: npt.NDArray[Any], scales: Floats) -> Floats:
+    """The float32 values of cached slots; shapes and types as for `quantize_slots`."""
+    if codes.dtype == np.uint8:
+        halves = np.stack([codes & 15, codes >> 4], axis=-1).view(np.int8) - np.int8(MAX_CODE_4 + 1)
+        codes = halves.reshape(*codes.shape[:-1], -1)
     values: Floats = codes * scales[:, None, :, None, :]
     return values
 
@@ -120,15 +155,18 @@ def convert_snapshot(
     none = [None] * len(types)
     converted = []
     for slots, tensor_type, old, new in zip(snapshot, types, stored or none, wanted or none, strict=False):
-        shape = (slots.shape[0], *slots.shape[2:3], *slots.shape[4:])
+        dtype, packed = tensor_type.dtype, 2 if old is not None and slots.dtype == np.uint8 else 1
         for scales in (old, new):
-            if scales is not None and (scales.shape != shape or slots.ndim != len(tensor_type.shape) + 1):
+            expected = (
+                (slots.shape[0], *slots.shape[2:3], packed * slots.shape[-1]) if slots.ndim == _DIMENSIONS else ()
+            )
+            if scales is not None and scales.shape != expected:
                 raise ValueError(f"scales of shape {list(scales.shape)} for slots of {list(slots.shape)}")
-        if old is not None and new is not None and np.array_equal(old, new):
+        if slots.dtype == dtype and old is not None and new is not None and np.array_equal(old, new):
             converted.append(slots)
             continue
         values = slots if old is None else dequantize_slots(slots, old)
-        converted.append(values.astype(tensor_type.dtype) if new is None else quantize_slots(values, new))
+        converted.append(values.astype(dtype) if new is None else quantize_slots(values, new, dtype))
     return (*converted, *snapshot[len(types) :])
 
 

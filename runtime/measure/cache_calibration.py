@@ -1,4 +1,4 @@
-"""Scales of a model's int8 KV cache, from its bundle or measured on a text.
+"""Scales of a model's quantized KV cache, from its bundle or measured on a text.
 
 The largest keys and values of a short text are not the largest ever, and values beyond the largest code saturate, which
 costs more than coarser codes do. Therefore scales have a margin, and the scales of rotated keys cover every position.
@@ -19,9 +19,9 @@ from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import MEASURING_OPTIONS
 from ..graph.bound_graph import BoundGraph
-from ..graph.int8_cache import RotatedPairs, rotated_pairs
+from ..graph.quantized_cache import RotatedPairs, rotated_pairs
 from ..graph.session import SessionConfig
-from ..kv.cache_scales import CacheScales, Floats
+from ..kv.cache_scales import CacheScales, Floats, KVFormat
 from ..loaded_model import LoadedModel
 from ..prefill import prefill
 from .exactness import SAMPLE_TEXT
@@ -40,14 +40,21 @@ _MAX_TEXT_TOKENS: Final = 64
 _STAGE: Final = "measuring the scales of the KV cache"
 
 
-def with_int8_kv(
-    bundle: Bundle, config: SessionConfig, context: int | None, *, cache: bool, progress: Progress = silent
+def with_quantized_kv(
+    bundle: Bundle,
+    config: SessionConfig,
+    kv: KVFormat,
+    context: int | None,
+    *,
+    cache: bool,
+    progress: Progress = silent,
 ) -> SessionConfig:
-    """The configuration with which a model has an int8 KV cache.
+    """The configuration with which a model has a quantized KV cache.
 
     Args:
         bundle: the model.
         config: how its graph is run, with a float cache.
+        kv: the format of the cache.
         context: the context that the user wants; None for what the model allows.
         cache: whether what is measured is kept on disk, and used again.
         progress: receives the progress of measuring scales.
@@ -58,7 +65,7 @@ def with_int8_kv(
     """
     if config.device.kind is not DeviceKind.CPU:
         raise DeviceError(
-            f"an int8 KV cache works on the CPU alone, not on {config.device}", "leave --kv out, or add --device cpu"
+            f"an {kv} KV cache works on the CPU alone, not on {config.device}", "leave --kv out, or add --device cpu"
         )
     stored = None
     if bundle.manifest is not None and CACHE_SCALES_NAME in bundle.manifest.files:
@@ -73,7 +80,7 @@ def with_int8_kv(
         stored = _measured(bundle, config, context, cache, progress)
         if cache:
             CACHE_SCALES.save(key, stored)
-    return replace(config, kv_scales=stored)
+    return replace(config, kv_scales=stored.of_format(kv))
 
 
 def calibrated_scales(

@@ -1,4 +1,4 @@
-"""What an int8 KV cache and an int8 prompt graph cost in quality: logits compared with the unchanged model's.
+"""What a quantized KV cache and an int8 prompt graph cost in quality: logits compared with the unchanged model's.
 
 Of two caches, the logits at every position of some texts are compared. After a prompt that the int8 graph read, the
 model's own graph goes on from there, as in an answer. The next tokens come from the text, so that both see the
@@ -72,7 +72,7 @@ def measure_cache_quality(
     """Compare the logits of two graphs, which differ in their caches, at every position of texts.
 
     Args:
-        quantized: the graph with an int8 cache, whose contents are lost.
+        quantized: the graph with a quantized cache, whose contents are lost.
         reference: the same with a float cache, whose contents are lost.
         texts: token ids, at least one text; those longer than the context are cut.
         progress: receives the fraction done, 0 to 1.

@@ -105,15 +105,19 @@ def test_a_failure_shows_a_counterexample_and_has_exit_code_1(
     assert "drafts by oracle: token" in out
 
 
-def test_with_an_int8_cache_it_measures_the_loss_of_quality(tmp_path: Path, prompts: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(("kv", "least_kl", "most_kl", "agreement"), [("int8", 0, 0.02, 0.9), ("int4", 0.02, 1, 0.4)])
+def test_with_a_quantized_cache_it_measures_the_loss_of_quality(
+    tmp_path: Path, prompts: Path, capsys: Capture, kv: str, least_kl: float, most_kl: float, agreement: float
+) -> None:
     bundle = write_bundle(tmp_path)
-    arguments = ["verify", str(bundle), "--prompts", str(prompts), "-n", "12", "--limit", "1", "--kv", "int8"]
+    arguments = ["verify", str(bundle), "--prompts", str(prompts), "-n", "12", "--limit", "1", "--kv", kv]
     found = json_of(capsys, *arguments, "--json")
-    assert 0 < found["int8_cache"]["mean_kl"] < 0.02
-    assert found["int8_cache"]["top1_agreement"] > 0.9
-    assert found["int8_cache"]["positions"] >= found["int8_cache"]["longest"] > 12
+    cache = found[f"{kv}_cache"]
+    assert least_kl < cache["mean_kl"] < most_kl
+    assert cache["top1_agreement"] > agreement
+    assert cache["positions"] >= cache["longest"] > 12
     assert found["greedy"]["texts"] > 0
     # A report of one cache format says nothing about the other.
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 1
-    assert "int8 cache" not in output_of(capsys, *arguments[:-2])
+    assert f"{kv} cache" not in output_of(capsys, *arguments[:-2])
     assert len(list((tmp_path / "cache" / "exactness").iterdir())) == 2

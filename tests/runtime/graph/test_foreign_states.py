@@ -199,7 +199,7 @@ def test_a_model_in_parts_is_refused_on_other_devices(folder_of: Callable[[str],
 
 
 def test_an_int8_cache_is_refused_where_it_grows(folder_of: Callable[[str], Path]) -> None:
-    with pytest.raises(BundleError, match=r"which an int8 cache needs; leave --kv out") as error:
+    with pytest.raises(BundleError, match=r"which a quantized KV cache needs; leave --kv out") as error:
         edgerun.load(folder_of("optimum-qwen3.5-two-decoders"), kv="int8")
     assert "\n" not in str(error.value)
 

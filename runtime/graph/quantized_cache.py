@@ -1,4 +1,4 @@
-"""Rewrites a decoder graph to keep its KV cache in int8.
+"""Rewrites a decoder graph to keep its KV cache in 8 or 4 bits.
 
 The CPU's GroupQueryAttention quantizes new keys (after their rotation) and values itself, and reads the codes in its
 products. A rewritten graph differs in the types of its cache inputs and outputs, in a few attributes, and in the
@@ -76,12 +76,12 @@ def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
     try:
         editor = GraphEditor(graph)
     except CannotRewriteError as error:
-        raise BundleError(f"{graph} has no {OPERATOR}, which an int8 cache needs", _HINT) from error
+        raise BundleError(f"{graph} has no {OPERATOR}, which a quantized KV cache needs", _HINT) from error
     return {node.input[_PAST_KEY]: _pairs_of(editor, node) for node in _attentions(editor.model, graph)}
 
 
-def with_int8_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
-    """The model in `graph` with its KV cache in int8; weights in other files stay references to them.
+def with_quantized_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
+    """The model in `graph` with its KV cache quantized; weights in other files stay references to them.
 
     Args:
         graph: the model's file.
@@ -92,13 +92,13 @@ def with_int8_cache(graph: Path, scales: CacheScales, serialized: bytes | None =
         BundleError: the file is not an ONNX model, its cache cannot be quantized, or the scales are not of this graph.
     """
     model = read_model(graph) if serialized is None else ModelProto.FromString(serialized)
-    changed: set[str] = set()
+    changed: dict[str, int] = {}
     for number, node in enumerate(_attentions(model, graph)):
         pasts = [node.input[_PAST_KEY], node.input[_PAST_VALUE]]
         try:
             both = [scales.tensors[name] for name in pasts]
         except KeyError as error:
-            raise BundleError(f"the scales of the int8 cache lack {error.args[0]} of {graph}", _HINT) from error
+            raise BundleError(f"the scales of the quantized KV cache lack {error.args[0]} of {graph}", _HINT) from error
         while len(node.input) <= _VALUE_SCALES:
             node.input.append("")
         for index, kind, values in zip((_KEY_SCALES, _VALUE_SCALES), ("key", "value"), both, strict=True):
@@ -107,11 +107,13 @@ def with_int8_cache(graph: Path, scales: CacheScales, serialized: bytes | None =
             node.input[index] = name
         for kind in ("k_quant_type", "v_quant_type"):
             set_attribute(node, kind, "PER_CHANNEL")
-        set_attribute(node, "kv_cache_bit_width", 8)
-        changed.update((*pasts, node.output[_PRESENT_KEY], node.output[_PRESENT_VALUE]))
+        set_attribute(node, "kv_cache_bit_width", scales.kv.bits)
+        presents = node.output[_PRESENT_KEY], node.output[_PRESENT_VALUE]
+        changed.update({name: each.shape[-1] for name, each in zip((*pasts, *presents), (*both, *both), strict=True)})
     for value in (*model.graph.input, *model.graph.output):
         if value.name in changed:
-            value.type.tensor_type.elem_type = ELEMENT_TYPES[np.dtype(np.int8)]
+            value.type.tensor_type.elem_type = ELEMENT_TYPES[scales.kv.dtype]
+            value.type.tensor_type.shape.dim[-1].dim_value = changed[value.name] * scales.kv.bits // 8
     changed_model: bytes = model.SerializeToString()
     return changed_model
 
@@ -126,7 +128,7 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
     outputs = {value.name for value in model.graph.output}
     found = [node for node in model.graph.node if node.op_type == OPERATOR]
     if not found:
-        raise BundleError(f"{graph} has no {OPERATOR}, which an int8 cache needs", _HINT)
+        raise BundleError(f"{graph} has no {OPERATOR}, which a quantized KV cache needs", _HINT)
     written = {name for node in found for name in node.output[_PRESENT_KEY : _PRESENT_VALUE + 1]}
     for node in found:
         if written.intersection(node.input[_PAST_KEY : _PAST_VALUE + 1]):

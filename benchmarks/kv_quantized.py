@@ -1,12 +1,12 @@
-"""Memory, speed and quality of an int8 KV cache against a float cache.
+"""Memory, speed and quality of KV caches in 8 and 4 bits against a float cache.
 
-Both forms of one model of a known shape, with random weights, read the same random tokens. At each context they take
+All forms of one model of a known shape, with random weights, read the same random tokens. At each context they take
 turns, in both orders, at passes over 1, 2, 4 and 8 tokens, and the logits of the next tokens are compared. Memory is
 the size of the caches' buffers, and what the process has more in private memory once they are filled. For trained
 models (`--model`), the logits are compared over texts that the model writes itself. Prints tables of medians, then one
 JSON line.
 
-Examples: python benchmarks/kv_int8.py; python benchmarks/kv_int8.py --contexts 512 2048 --model models/my-model
+Examples: python benchmarks/kv_quantized.py; python benchmarks/kv_quantized.py --contexts 512 2048 --model my-model
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -39,7 +40,8 @@ from shapes import SHAPES
 _WIDTHS: Final = (1, 2, 4, 8)
 _COMPARED: Final = 32
 """Tokens after each context whose logits are compared, one pass each."""
-_FORMATS: Final = ("float", "int8")
+_FORMATS: Final = ("float", "int8", "int4")
+_QUANTIZED: Final = _FORMATS[1:]
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class AtContext:
     context: int
     milliseconds: Mapping[str, Mapping[int, float]]
     """Median time of a pass, by format and width."""
-    ratios: Mapping[int, float]
-    """Median of the ratios of passes with an int8 cache to those with a float cache, by width."""
-    mean_kl: float
-    top1_agreement: float
+    ratios: Mapping[str, Mapping[int, float]]
+    """Median of the ratios of passes with a quantized cache to those with a float cache, by format and width."""
+    mean_kl: Mapping[str, float]
+    top1_agreement: Mapping[str, float]
     others: float
     """Processors that other programs used meanwhile."""
 
@@ -74,7 +76,7 @@ def log_probs(logits: np.ndarray) -> np.ndarray:
 
 
 def measure(bound: Mapping[str, BoundGraph], contexts: Sequence[int], turns: int, seed: int) -> list[AtContext]:
-    """Read random tokens with both forms, and measure at each context."""
+    """Read random tokens with all forms, and measure at each context."""
     vocab_size = bound["float"].graph_io.vocab_size
     tokens = np.random.default_rng(seed).integers(10, vocab_size, contexts[-1] + _COMPARED).tolist()
     found = []
@@ -84,20 +86,26 @@ def measure(bound: Mapping[str, BoundGraph], contexts: Sequence[int], turns: int
         meter = LoadMeter()
         times = time_passes(bound, turns)
         others = meter.others() or 0.0
-        kl, agrees = [], []
+        kl, agrees = ({name: [] for name in _QUANTIZED} for _ in range(2))
         for token in tokens[context : context + _COMPARED]:
-            both = {}
+            found_log_probs = {}
             for name, each in bound.items():
-                both[name] = log_probs(each.forward((token,))[0])
+                found_log_probs[name] = log_probs(each.forward((token,))[0])
                 each.arena.commit(1)
-            kl.append(float(np.sum(np.exp(both["float"]) * (both["float"] - both["int8"]))))
-            agrees.append(bool(both["float"].argmax() == both["int8"].argmax()))
-        ratios = {width: median(np.divide(times["int8"][width], times["float"][width]).tolist()) for width in _WIDTHS}
+            expected = found_log_probs["float"]
+            for name in _QUANTIZED:
+                kl[name].append(float(np.sum(np.exp(expected) * (expected - found_log_probs[name]))))
+                agrees[name].append(bool(expected.argmax() == found_log_probs[name].argmax()))
+        ratios = {
+            name: {width: median(np.divide(times[name][width], times["float"][width]).tolist()) for width in _WIDTHS}
+            for name in _QUANTIZED
+        }
         medians = {
             name: {width: 1e3 * median(seconds) for width, seconds in by_width.items()}
             for name, by_width in times.items()
         }
-        found.append(AtContext(context, medians, ratios, float(np.mean(kl)), float(np.mean(agrees)), others))
+        means = [{name: float(np.mean(each)) for name, each in values.items()} for values in (kl, agrees)]
+        found.append(AtContext(context, medians, ratios, *means, others))
     return found
 
 
@@ -123,9 +131,9 @@ def memory(engine: Engine, context: int) -> CacheMemory:
     return CacheMemory(context, arena.nbytes, process.memory_full_info().uss - before)
 
 
-def trained(path: Path, tokens: int) -> LogitQuality:
-    """Compare the caches of a trained model over texts that it writes."""
-    with edgerun.load(path, kv="int8", draft=None) as engine:
+def trained(path: Path, kv: str, tokens: int) -> LogitQuality:
+    """Compare a quantized cache of a trained model with its float cache over texts that it writes."""
+    with edgerun.load(path, kv=kv, draft=None) as engine:
         texts = [text.tolist() for text in sample_texts(path, tokens, min(512, engine.context - 1), 99)]
         return measure_cache_quality(engine.model.new_sequence().bound, engine.model.with_float_cache(), texts)
 
@@ -133,27 +141,25 @@ def trained(path: Path, tokens: int) -> LogitQuality:
 def show(at_contexts: Sequence[AtContext], memories: Mapping[str, Sequence[CacheMemory]]) -> None:
     """Print tables."""
     console = Console()
-    speed = Table(title="ms of a pass: float / int8 (int8 to float)")
+    speed = Table(title="ms of a pass, float / quantized (quantized to float)")
     speed.add_column("context", justify="right")
+    speed.add_column("format")
     for width in _WIDTHS:
         speed.add_column(f"{width} token{'s' if width > 1 else ''}", justify="right")
     for name in ("mean KL", "top-1", "other load"):
         speed.add_column(name, justify="right")
-    for each in at_contexts:
-        cells = [
-            f"{each.milliseconds['float'][width]:.1f} / {each.milliseconds['int8'][width]:.1f} "
-            f"({each.ratios[width]:.2f})"
-            for width in _WIDTHS
-        ]
-        quality = (f"{each.mean_kl:.2g}", f"{each.top1_agreement:.1%}", f"{each.others:.1f}")
-        speed.add_row(str(each.context), *cells, *quality)
+    for each, kv in product(at_contexts, _QUANTIZED):
+        plain, quantized = each.milliseconds["float"], each.milliseconds[kv]
+        cells = [f"{plain[width]:.1f} / {quantized[width]:.1f} ({each.ratios[kv][width]:.2f})" for width in _WIDTHS]
+        quality = (f"{each.mean_kl[kv]:.2g}", f"{each.top1_agreement[kv]:.1%}", f"{each.others:.1f}")
+        speed.add_row(str(each.context), kv, *cells, *quality)
     sizes = Table(title="MiB of a cache: buffers (growth of private memory)")
     sizes.add_column("context", justify="right")
     for name in _FORMATS:
         sizes.add_column(name, justify="right")
-    for pair in zip(*(memories[name] for name in _FORMATS), strict=True):
-        cells = [f"{each.buffer_bytes / 2**20:.1f} ({each.private_bytes / 2**20:.1f})" for each in pair]
-        sizes.add_row(str(pair[0].context), *cells)
+    for row in zip(*(memories[name] for name in _FORMATS), strict=True):
+        cells = [f"{each.buffer_bytes / 2**20:.1f} ({each.private_bytes / 2**20:.1f})" for each in row]
+        sizes.add_row(str(row[0].context), *cells)
     console.print(speed)
     console.print(sizes)
 
@@ -173,13 +179,16 @@ def main() -> None:
     path = bundle(arguments.work, SHAPES[arguments.shape], 128)
     limit = contexts[-1] + 2 * _COMPARED
     engines = {
-        name: edgerun.load(path, kv=name, draft=None, context=limit, threads=arguments.threads) for name in _FORMATS
+        # Threads that sleep between passes leave the cores to the engine whose turn it is.
+        name: edgerun.load(path, kv=name, draft=None, context=limit, threads=arguments.threads, power="saver")
+        for name in _FORMATS
     }
     memories = {name: [memory(engine, context) for context in contexts] for name, engine in engines.items()}
     bound = {name: engine.model.new_sequence().bound for name, engine in engines.items()}
     at_contexts = measure(bound, contexts, arguments.turns, 0)
     show(at_contexts, memories)
-    qualities = {model.name: trained(model, arguments.tokens) for model in arguments.model}
+    pairs = product(arguments.model, _QUANTIZED)
+    qualities = {f"{model.name}, {kv}": trained(model, kv, arguments.tokens) for model, kv in pairs}
     for name, quality in qualities.items():
         print(
             f"{name}: mean KL {quality.mean_kl:.3g}, 99 % below {quality.p99_kl:.3g}, top-1 agreement "
