@@ -12,7 +12,7 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (15_357, 130, 269),
     "export": (14_940, 129, 173),
-    "runtime": (22_020, 208, 350),
+    "runtime": (22_025, 208, 350),
     "models": (3_249, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
