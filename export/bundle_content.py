@@ -9,7 +9,7 @@ from typing import Any
 
 from ..models.atomic import write_atomically
 from ..models.bundle import digest_file
-from ..models.manifest import MANIFEST_NAME, GraphLayout, Manifest
+from ..models.manifest import MANIFEST_NAME, GraphLayout, Manifest, WeightFormat
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
@@ -42,6 +42,8 @@ class BundleContent(SourceModel):
     """Whether the graph gives the states before its LM head, for embeddings."""
     static_shapes: tuple[StaticShape, ...] = ()
     """Sizes of the static graphs for NPUs to write beside it."""
+    vision: WeightFormat | None = None
+    """Format of the weights of the vision tower; None to leave the tower out."""
     features: DraftFeatures | None = None
     """The hidden states that the graph gives for a draft head; None for none."""
 

@@ -27,9 +27,11 @@ from .calibration.divergence import Divergence
 from .check.parity import check_parity, quality_on_sample_text
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layout import fused_linears
+from .checkpoint.vision_config import read_vision
 from .graph.decoder import build_graph
 from .graph.genai_layout import write_genai_layout
 from .graph.initializers import Initializers, WeightFile
+from .graph.vision_graph import write_vision
 from .npu.static_decoder import NPU_WEIGHTS_NAME, write_static_graphs
 
 PRODUCER: Final = "edge-run"
@@ -66,6 +68,8 @@ def write_bundle(
     if sample_text and any(weight_format.bits != 32 for weight_format in content.plan.values()):
         quality = quality_on_sample_text(folder, content)
     files = dict(manifest.files)
+    if content.vision is not None and (vision := read_vision(content.original, content.config)) is not None:
+        files |= write_vision(folder, vision, content.config, content.vision)
     variants: tuple[VariantFile, ...] = ()
     notes: list[str] = []
     if content.static_shapes:

@@ -195,6 +195,7 @@ def export_checkpoint(
             command=command,
             hidden_states=recipe.hidden_states,
             static_shapes=recipe.static_shapes(context),
+            vision=recipe.vision_format,
         )
         head: Head | None = None
         notes: list[str] = []

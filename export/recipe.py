@@ -19,6 +19,7 @@ from .quantization.methods import (
     DEFAULT_METHODS,
     FP32,
     INT4,
+    INT8,
     QUANTIZED_BITS,
     formats_of_linears,
     require_exportable,
@@ -46,6 +47,14 @@ class WeightChoice(StrEnum):
     INT4 = "int4"
     INT2 = "int2"
     MIXED = "mixed"
+
+
+class VisionChoice(StrEnum):
+    """Formats of the weights of vision towers, and none for an export without."""
+
+    FP32 = "fp32"
+    INT8 = "int8"
+    NONE = "none"
 
 
 class MethodChoice(StrEnum):
@@ -104,6 +113,12 @@ class ExportRecipe:
     )
     zero_points: bool = option(False, "Give each block a zero point.")
     half_scales: bool = option(False, "Store scales in float16, as GGUF files do: smaller, equally fast.")
+    vision_weights: str | None = option(
+        None,
+        "Format of the weights of a vision tower; none leaves the tower out.",
+        choices=VisionChoice,
+        unset="int8, or fp32 with --weights fp32",
+    )
     context: int | None = option(
         None,
         "Longest context to serve, in tokens.",
@@ -271,6 +286,12 @@ class ExportRecipe:
     def head_format(self) -> WeightFormat | None:
         """Format of the LM head and of the embedding, None as in `body`."""
         return self.body if self.head is None else self._format(self.head)
+
+    @property
+    def vision_format(self) -> WeightFormat | None:
+        """Format of the weights of a vision tower; None to leave it out."""
+        chosen = self.vision_weights or (VisionChoice.FP32 if self.body == FP32 else VisionChoice.INT8)
+        return {str(VisionChoice.FP32): FP32, str(VisionChoice.INT8): INT8}.get(chosen)
 
     @property
     def draft_format(self) -> WeightFormat | None:

@@ -41,6 +41,9 @@ DRAFT_GRAPH_NAME: Final = "draft.onnx"
 """The graph of a layer-skip draft or of a draft head, which uses the model's weights."""
 DRAFT_WEIGHTS_NAME: Final = "draft.onnx.data"
 """The own weights of a draft head."""
+VISION_GRAPH_NAME: Final = "vision.onnx"
+"""The graph that turns images into features, of a model that sees."""
+VISION_WEIGHTS_NAME: Final = "vision.onnx.data"
 DRAFT_FOLDER: Final = "draft"
 """Folder below the model's in which an export puts the draft, a bundle too."""
 SENTENCE_POOLING: Final = "1_Pooling/config.json"
@@ -55,9 +58,12 @@ TOKENIZER_AND_CONFIG_FILES: Final = (
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 """Files that an export copies from a checkpoint to its bundle unchanged."""
 
+_VISION_FILES: Final = (VISION_GRAPH_NAME, VISION_WEIGHTS_NAME)
 _HASH_ALWAYS_BELOW: Final = 8 << 20
 _SAMPLE: Final = 1 << 20
 """Bytes from either end of a file that identify it if no digest was recorded."""
@@ -150,8 +156,8 @@ class Bundle:
         if self.manifest is None:
             parts = b"".join(map(_sample_digest, self._graphs_and_weights))
         else:
-            files = self.manifest.files
-            parts = "".join(files[name].sha256 for name in (GRAPH_NAME, WEIGHTS_NAME) if name in files).encode()
+            files, names = self.manifest.files, (GRAPH_NAME, WEIGHTS_NAME, *_VISION_FILES)
+            parts = "".join(files[name].sha256 for name in names if name in files).encode()
         return hashlib.sha256(parts).hexdigest()
 
     def verify(self) -> None:
@@ -235,6 +241,7 @@ def holds_only_bundle_files(folder: Path) -> bool:
     """Return whether `folder` is a bundle with nothing but files that an export writes, in its draft's folder too."""
     names = {GRAPH_NAME, WEIGHTS_NAME, DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, TARGET_IDS_NAME, CACHE_SCALES_NAME}
     names |= {MANIFEST_NAME, REPORT_DATA_NAME, REPORT_PAGE_NAME, PLAN_NAME, GENAI_CONFIG, POOLING_NAME}
+    names |= {*_VISION_FILES}
     names |= {*TOKENIZER_AND_CONFIG_FILES}
     entries = list(folder.iterdir())
     return folder / MANIFEST_NAME in entries and all(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import ContextError, TemplateError
 from ..models.progress import Progress, silent
 from .decode import DecodeLimits, FinishReason, Step, decode
-from .graph.bound_graph import BoundGraph, Steering
+from .graph.bound_graph import BoundGraph, ImagesOfText, Steering, keyed_ids
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
 from .kv.arena import KVArena, shared_tokens
@@ -56,6 +56,11 @@ class CachedSequence:
     caller keeps it."""
 
     @property
+    def cache_ids(self) -> Sequence[int]:
+        """The tokens as they are compared with those of other sequences: images by their content."""
+        return keyed_ids(self.token_ids, self.bound.images)
+
+    @property
     def arena(self) -> KVArena:
         """The KV cache."""
         return self.bound.arena
@@ -75,7 +80,7 @@ class CachedSequence:
             yield
         finally:
             prefixes.unwatch(self)
-            prefixes.keep(self.arena, self.token_ids, request.kept_tokens(self.token_ids))
+            prefixes.keep(self.arena, self.cache_ids, request.kept_tokens(self.token_ids))
 
     def steer(self, steering: Steering | None) -> None:
         """Let passes have an adapter or a control vector from now on; slots that were computed otherwise are dropped.
@@ -87,12 +92,13 @@ class CachedSequence:
             self.arena.rewind_to(0)
             self.bound.steered(steering)
 
-    def continue_with(self, prompt_ids: Sequence[int]) -> int:
-        """Replace the sequence by `prompt_ids`; keep and count the cached slots of their common prefix."""
-        kept = shared_tokens(self.token_ids[: self.arena.length], prompt_ids)
-        self.arena.rewind_to(kept)
-        self.token_ids = list(prompt_ids)
-        return kept
+    def continue_with(self, prompt_ids: Sequence[int], images: ImagesOfText | None = None) -> int:
+        """Replace the sequence by `prompt_ids`, which have `images` among them; keep and count the cached slots of
+        their common prefix."""
+        kept = shared_tokens(self.cache_ids[: self.arena.length], keyed_ids(prompt_ids, images))
+        self.arena.rewind_to(kept if images is None else images.whole(kept))
+        self.token_ids, self.bound.images = list(prompt_ids), images
+        return self.arena.length
 
 
 class Generation:
@@ -260,7 +266,7 @@ class Generation:
         alone = request.options.exact or (request.search is not None and request.search.reads_states)
         self._sequence.bound.prefers_base, self._sequence.bound.shares_passes = alone, not alone
         recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
-        self._kept = self._sequence.continue_with(request.prompt_ids)
+        self._kept = self._sequence.continue_with(request.prompt_ids, request.images)
         # The last token of a prompt always runs again.
         recorder.reused_tokens = min(self._kept, len(request.prompt_ids) - 1)
         return self._decode_once(request.sampling, request.options.max_tokens)
@@ -269,7 +275,8 @@ class Generation:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        cannot = request.recording is not None or request.search is not None or bool(self._readers)
+        special = (request.images, request.recording, request.search, self._readers or None)
+        cannot = any(each is not None for each in special)
         ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
             return None

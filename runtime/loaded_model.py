@@ -21,12 +21,14 @@ from .decode import check_prompt_fits
 from .devices.processor import default_threads, processor
 from .devices.providers import device_identity
 from .generation import CachedSequence, Generation
-from .graph.bound_graph import BoundGraph
+from .graph.bound_graph import BoundGraph, ImagesOfText, keyed_ids
 from .graph.cache_shift import CacheShift
 from .graph.memory import trim_heap
 from .graph.open_graph import open_graph
 from .graph.ort import RUNTIME_BUILD
 from .graph.session import DecoderGraph, SessionConfig
+from .images.prompt_images import placed_images
+from .images.vision_model import open_vision
 from .int8_prompts.prefill_choice import PrefillChoice
 from .kv.arena import KVArena
 from .kv.features import FeatureSlots
@@ -108,6 +110,8 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
+        self.vision: Final = open_vision(bundle, config)
+        """What sees the images of messages; None for a model that reads text alone."""
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
@@ -119,10 +123,9 @@ class LoadedModel:
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
         self._shift: Final = CacheShift(bundle.graph, self.graph_io, self.new_arena)
-        files = None
         # Files of prefixes have slots of the KV cache alone.
-        if options.cache and options.prefix_disk and not self.graph_io.states:
-            files = PrefixFiles(self._prefix_key, options.prefix_disk, lambda: self.prefill_choice.refusal is not None)
+        disk = options.prefix_disk if options.cache and not self.graph_io.states else 0
+        files = PrefixFiles(self._prefix_key, disk, lambda: self.prefill_choice.refusal is not None) if disk else None
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(
@@ -170,9 +173,8 @@ class LoadedModel:
             TemplateError: the model has no chat template.
         """
         variables = {"tools": list(options.offered_tools) or None, **(options.template_variables or {})}
-        return ChatPrompt(
-            messages, self.require_template(), self.tokenizer, variables, options.special_tokens_in_messages
-        )
+        marked = options.special_tokens_in_messages
+        return ChatPrompt(messages, self.require_template(), self.tokenizer, variables, marked, self.vision)
 
     def new_sequence(self, *, hidden_states: bool = False) -> CachedSequence:
         """Make an empty sequence with a KV cache of its own; with `hidden_states`, its passes give them too.
@@ -189,6 +191,7 @@ class LoadedModel:
         arena = self.new_arena()
         arena.copy_from(sequence.arena, slots)
         bound = self._open_graph().bind(arena).steered(sequence.bound.steering)
+        bound.images = sequence.bound.images
         return CachedSequence(bound, sequence.token_ids[:slots], self._progress)
 
     def cache_bytes(self, prompt_tokens: int, options: GenerateOptions) -> int:
@@ -229,15 +232,10 @@ class LoadedModel:
             InputError: the prompt is empty, or cannot be shortened in this way.
             TemplateError: the chat template refuses the messages that are left.
         """
-        overflow = overflow_of(options.overflow, self.overflow, raw=chat is None, exact=options.exact)
-        chat, prompt_ids = fitted(
-            chat,
-            prompt_ids,
-            overflow,
-            self.context,
-            start_tokens=0 if start is None else len(start.token_ids),
-            max_tokens=options.max_tokens,
-        )
+        overflow = overflow_of(options.overflow, self.overflow, chat, exact=options.exact)
+        start_ids, room = () if start is None else start.token_ids, options.max_tokens
+        chat, prompt_ids = fitted(chat, prompt_ids, overflow, self.context, len(start_ids), room)
+        images = placed_images(self.vision, chat, prompt_ids, options)
         required = self.answer_format.required_calls(
             options.tools,
             options.tool_choice,
@@ -251,18 +249,17 @@ class LoadedModel:
             grammar.start(start.token_ids).end()
         reading = None
         if chat is not None and options.parse_answer:
-            start_ids = () if start is None else start.token_ids
             reading = self.answer_format.reading(
                 options.offered_tools, prompt_ids, start_ids, several=options.parallel_tool_calls
             )
-        prompt_ids = prompt_ids if start is None else [*prompt_ids, *start.token_ids]
+        prompt_ids = [*prompt_ids, *start_ids]
         sampling = options.sampling(self.defaults)
         check_prompt_fits(prompt_ids, self.context)
         search = search_of(options, self.graph_io, self.tokenizer)
         options = options if search is None else replace(options, speculation=Speculation.OFF)
         self._open_graph().steering(options)
         made = Request(
-            prompt_ids, options, sampling, start, None, chat, overflow, grammar, reading=reading, search=search
+            prompt_ids, options, sampling, start, None, chat, overflow, grammar, images, reading=reading, search=search
         )
         return with_second_prompts(made, self.tokenizer, self.context, anchored=self._anchor is not None)
 
@@ -290,7 +287,7 @@ class LoadedModel:
 
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
-                continued = self.continued_prefix(request.prompt_ids, options)
+                continued = self.continued_prefix(request.prompt_ids, options, request.images)
                 return PromptAnswers(self, request, continued, ticket).chunks()
             return self.generate(sequence, request, partial(self.queue.yield_turn, ticket))
 
@@ -352,7 +349,7 @@ class LoadedModel:
         """
         if request.options.grammar_aligned > 1 and request.futures is None:
             return self._aligned(sequence, request, cancelled)
-        sequence = sequence or self.continued_prefix(request.prompt_ids, request.options)
+        sequence = sequence or self.continued_prefix(request.prompt_ids, request.options, request.images)
         sequence.steer(self._open_graph().steering(request.options))
         readers = second_readers(request, self.continued_prefix, self._anchor, cancelled)
         return Generation(sequence, request, self.tokenizer, self.drafters, self._shift, cancelled, readers).generate()
@@ -366,14 +363,17 @@ class LoadedModel:
 
         return generate_aligned(generate, request)
 
-    def continued_prefix(self, prompt_ids: Sequence[int], options: GenerateOptions) -> CachedSequence:
+    def continued_prefix(
+        self, prompt_ids: Sequence[int], options: GenerateOptions, images: ImagesOfText | None = None
+    ) -> CachedSequence:
         """A new sequence with what earlier ones have of the prompt."""
         prefixes = self.prefixes.of(steering := self._open_graph().steering(options))
         # What another request has computed may differ in the last bits, so exact answers start afresh.
-        arena = prefixes.take(() if options.exact or options.penalty_alpha else prompt_ids)
+        arena = prefixes.take(() if options.exact or options.penalty_alpha else keyed_ids(prompt_ids, images))
         if options.penalty_alpha:
             arena.features = FeatureSlots(self.graph_io.hidden_size or 0, self.context)
         bound, known = self._open_graph().bind(arena).steered(steering), list(prompt_ids[: arena.length])
+        bound.images = images
         return CachedSequence(bound, known, self._progress, None if options.penalty_alpha else prefixes)
 
     def _prefix_key(self) -> str:

@@ -15,6 +15,7 @@ from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .arguments.search_options import SearchOptions
 from .arguments.steering_options import SteeringOptions
+from .graph.bound_graph import ImagesOfText
 from .kv.arena import shared_tokens
 from .overflow import Overflow
 from .sampling.logit_adjustments import check_biases
@@ -336,6 +337,8 @@ class Request:
     overflow: Overflow = Overflow.ERROR
     grammar: Grammar | None = None
     """What the answer has to follow; None for free text."""
+    images: ImagesOfText | None = None
+    """The images among the tokens of the prompt."""
     futures: ExpectedFutures | None = None
     """What the earlier samples of an aligned answer have shown; None if it is not aligned with them."""
     rank: int | None = None

@@ -11,7 +11,7 @@ from ..errors import ContextError, InputError
 from ..models.bundle import Bundle
 from .kv.arena import shared_tokens
 from .text.chat_template import Message
-from .text.messages import ChatPrompt
+from .text.messages import ChatPrompt, images_in
 
 _Item = TypeVar("_Item")
 
@@ -38,19 +38,24 @@ class Overflow(StrEnum):
     """The first tokens, the system message and the newest tokens stay."""
 
 
-def overflow_of(wanted: str | None, default: str | None, *, raw: bool, exact: bool) -> Overflow:
+def overflow_of(wanted: str | None, default: str | None, chat: ChatPrompt | None, *, exact: bool) -> Overflow:
     """What to do for an answer: what its options say, else the model's default where that is possible.
+
+    A window would cut images, so whole turns are left out of a conversation that has any.
 
     Args:
         wanted: what the options say.
         default: what the model was loaded with.
-        raw: whether the prompt has no messages.
+        chat: the messages of the prompt; None for a raw one.
         exact: whether the answer is exact.
 
     Raises:
         InputError: what the options say is not possible.
     """
+    raw = chat is None
     overflow = Overflow(wanted if wanted is not None else default or Overflow.ERROR)
+    if overflow is Overflow.WINDOW and chat is not None and images_in(chat.messages):
+        return Overflow.TRIM
     if not (raw if overflow is Overflow.TRIM else exact and overflow is Overflow.WINDOW):
         return overflow
     if wanted is None:
@@ -186,7 +191,6 @@ def fitted(
     prompt_ids: Sequence[int],
     overflow: Overflow,
     context: int,
-    *,
     start_tokens: int = 0,
     max_tokens: int | None = None,
 ) -> tuple[ChatPrompt | None, Sequence[int]]:

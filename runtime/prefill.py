@@ -87,6 +87,8 @@ def prefill(
             raise Cancelled
         progress(READING_PROMPT, (arena.length - first) / (len(token_ids) - first))
         chosen = width or bound.prefill_width(PREFILL_TOKENS, len(token_ids) - arena.length)
+        if bound.images is not None:
+            chosen = bound.images.pass_width(arena.length, chosen)
         chunk = token_ids[arena.length : arena.length + chosen]
         logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
         arena.commit(len(chunk))

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("onnx", reason="needs the export extra")
 pytest.importorskip("gguf", reason="needs the gguf extra")
 pytest.importorskip("llguidance", reason="needs the structured extra")
+pytest.importorskip("PIL", reason="needs the images extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
@@ -38,6 +39,7 @@ from support.serving import PATIENCE_S, chat_body
 from support.terminal_screen import terminal_screen
 from support.tiny_heads import write_medusa_heads, write_mtp_checkpoint
 from support.tiny_models import write_bundle, write_checkpoint, write_json
+from support.vision_models import random_image, write_vision_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = sorted(path.stem for path in (ROOT / "docs/guide").glob("*.md"))
@@ -136,6 +138,9 @@ def write_files(folder: Path) -> None:
     shutil.copy(graph, graph.with_stem("model_int8"))
     graph.rename(graph.with_stem("model_q4"))
     write_suggesting_bundle(scratch / "coder").rename(folder / "my-coder")
+    export_checkpoint(write_vision_checkpoint(folder / "SMOLVLM"), folder / "my-seeing-model", ExportRecipe(INT8))
+    for number, name in enumerate(("photo.png", "before.png", "after.png")):
+        (folder / name).write_bytes(random_image(number))
     shutil.rmtree(scratch)
     for name, text in {"before.py": "def add(a, b):\n", "after.py": "\n", "other.py": "X = 1\n"}.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from ...models.user_text import decode_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.conversation import Session
-from ...runtime.engine import Engine
+from ...runtime.engine import Engine, Prompt
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
@@ -36,6 +36,12 @@ class RunOptions:
     """Options of `edge-run run` beside the options of the model and the answer."""
 
     prompt: str | None = option(None, "Answer this prompt, then exit.", flags=("-p", "--prompt"), metavar="TEXT")
+    image: list[Path] | None = option(
+        None,
+        "Let the model see an image before the prompt: PNG, JPEG, WEBP, GIF, BMP. May be repeated. Needs a model that "
+        "was exported with its vision tower, and the extra images.",
+        metavar="FILE",
+    )
     prefix: Path | None = option(
         None,
         "Begin the conversation with the text of FILE, such as a long document: at the end of the system "
@@ -136,7 +142,7 @@ def answer_prompt(
     chunks: AnswerStream | CheckedAnswers = (
         CheckedAnswers(engine, text, options, chosen.until, chosen.tries)
         if chosen.until is not None
-        else engine.stream(text, options)
+        else engine.stream(*_asked(text, chosen, options))
         if resumed is None
         else resumed.stream(text, options, system=None)
     )
@@ -157,6 +163,16 @@ def answer_prompt(
             write_error(line)
     _show_statistics(reply, engine, chosen, options, load_s)
     return interrupted()
+
+
+def _asked(text: str, chosen: RunOptions, options: GenerateOptions) -> tuple[Prompt, GenerateOptions]:
+    """The prompt with its images, and the options for it."""
+    if not chosen.image:
+        return text, options
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    parts = [{"type": "image", "image": path} for path in chosen.image]
+    asked = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return [*system, asked], replace(options, system=None)
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

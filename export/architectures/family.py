@@ -15,6 +15,7 @@ from typing import Any, Final
 from ..checkpoint.json_fields import number
 from .layer_attention import Windows, no_windows
 from .state_layers import StateLayers
+from .vision import VisionFamily
 
 Choice = str | bool
 """A choice made by a boolean of config.json, false when absent, or one that is the same for all checkpoints."""
@@ -210,5 +211,7 @@ class Family:
     """Settings that have to be false or absent, and what they ask for."""
     nested_type: str | None = None
     """The `model_type` of the text model whose settings a multimodal config.json nests; None for text models."""
+    vision: VisionFamily | None = None
+    """The vision tower of multimodal models; None for text models, and those whose tower is not exported."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that config.json may omit, where they differ from the common ones."""

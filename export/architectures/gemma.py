@@ -7,6 +7,7 @@ from typing import Final
 
 from .family import NORMS_AROUND, Family, HeadNorm, Power
 from .layer_attention import windows_but_in_every_nth
+from .vision import GEMMA3
 
 _DEFAULTS: Final = {
     "hidden_size": 2304,
@@ -97,8 +98,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         },
     ),
     "gemma3_text": _GEMMA3_TEXT,
-    # Language model of multimodal Gemma 3 checkpoints; the image part is not exported.
-    "gemma3": replace(_GEMMA3_TEXT, nested_type="gemma3_text"),
+    # Multimodal Gemma 3.
+    "gemma3": replace(_GEMMA3_TEXT, nested_type="gemma3_text", vision=GEMMA3),
     "gemma4_text": _GEMMA4_TEXT,
     # Language model of multimodal Gemma 4 checkpoints; images and sound are not exported.
     "gemma4": replace(_GEMMA4_TEXT, nested_type="gemma4_text"),

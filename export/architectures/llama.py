@@ -6,6 +6,7 @@ from typing import Final
 
 from .family import NORMS_AFTER, Family, HeadNorm
 from .layer_attention import window_in_every_layer, windows_without_rotation
+from .vision import IDEFICS3
 
 _MINISTRAL3: Final = Family(
     windows=window_in_every_layer,
@@ -14,12 +15,15 @@ _MINISTRAL3: Final = Family(
 )
 """Ministral 3: queries grow with their position behind the context that the model was first trained with."""
 
+_LLAMA: Final = Family(attention_bias="attention_bias", mlp_bias="mlp_bias")
+_IDEFICS3: Final = replace(_LLAMA, nested_type="llama", vision=IDEFICS3, defaults={"rms_norm_eps": 1e-5})
+"""Language model of Idefics3 and SmolVLM."""
+
 FAMILIES: Final[Mapping[str, Family]] = {
     # Llama 1 to 3, and the many models published in its format (SmolLM, TinyLlama, stories).
-    "llama": Family(
-        attention_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
+    "llama": _LLAMA,
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
     # Mistral 7B, Nemo and Small (text); the first 7B uses a sliding window in every layer.
     "mistral": Family(
         windows=window_in_every_layer,

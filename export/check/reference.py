@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
 _GRANITE = ("granite", "granitemoehybrid")
+_LANGUAGE_MODELS: Final = {"idefics3": "llama", "smolvlm": "llama"}
+"""What the language models of families that see compute as."""
 _ADDING_ONE = (*_GEMMA, *DELTA_NETS)
 """Families whose norms scale by 1 + weight."""
 
@@ -106,6 +108,9 @@ def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return _gemma3_text(config)
     if config["model_type"] in ("mistral3", "qwen3_5", "qwen3_5_moe"):
         return {"tie_word_embeddings": False, **config, **config["text_config"]}
+    if (kind := _LANGUAGE_MODELS.get(config["model_type"])) is not None:
+        outer = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        return {"rms_norm_eps": 1e-5, **outer, **config["text_config"], "model_type": kind}
     return config
 
 

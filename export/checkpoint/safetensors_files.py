@@ -41,6 +41,8 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 _INTEGERS: Final[Mapping[str, np.dtype[np.signedinteger[Any]]]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 """Types of integer tensors."""
+_NESTED: Final = (("", "language_model."), ("model.", "model.language_model."), ("model.", "model.text_model."))
+"""Prefixes of standard names, and what language models in multimodal ones have instead."""
 _MXFP4_SUFFIX: Final = "_blocks"
 """Suffix of tensors with MXFP4 codes."""
 
@@ -189,7 +191,7 @@ class Checkpoint(ModelSource):
 def _prefixes(names: Collection[str]) -> tuple[str, str]:
     """Return a prefix of the standard tensor names, and the prefix that these names have instead."""
     # Multimodal models contain a language model, with different prefixes before and after transformers 4.52.
-    for standard, stored in (("", "language_model."), ("model.", "model.language_model.")):
+    for standard, stored in _NESTED:
         if any(name.startswith(f"{stored}{'' if standard else 'model.'}layers.") for name in names):
             return standard, stored
     # Base models are sometimes saved without the prefix `model.`.

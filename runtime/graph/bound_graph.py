@@ -23,6 +23,15 @@ _FIRST_INDICES: Final = np.arange(32)
 _FIRST_INDICES.flags.writeable = False
 
 
+class PassImages(NamedTuple):
+    """Features of images that stand in place of the embeddings of tokens of a pass."""
+
+    rows: npt.NDArray[np.int64]
+    """Indices of these tokens in the pass, ascending."""
+    features: Floats
+    """`[1, n, hidden]`."""
+
+
 class NewTokens(NamedTuple):
     """The tokens of a pass; see `BoundGraph.forward`."""
 
@@ -31,6 +40,7 @@ class NewTokens(NamedTuple):
     """Indices of the tokens whose logits to return."""
     positions: npt.ArrayLike | None = None
     tree_mask: npt.NDArray[np.bool_] | None = None
+    images: PassImages | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,27 @@ class Steering:
     """Factor on the control vector."""
     inputs: Mapping[str, Floats] = field(compare=False, repr=False)
     """The inputs of the graph that takes them, by their names."""
+
+
+class ImagesOfText(Protocol):
+    """The images of a text; see `images.prompt_images.PromptImages`."""
+
+    def keyed(self, token_ids: Sequence[int], /) -> list[int]:
+        """The tokens of the text with keys, which depend on the content of an image, in place of image tokens."""
+
+    def whole(self, length: int, /) -> int:
+        """The largest number of tokens up to `length` that cuts no image."""
+
+    def pass_width(self, base: int, width: int) -> int:
+        """Number of tokens to run in a prefill pass after `base` cached ones, instead of `width`."""
+
+    def placed(self, new: NewTokens, base: int) -> NewTokens:
+        """The tokens of a pass after `base` cached ones, with the features of images among them."""
+
+
+def keyed_ids(token_ids: Sequence[int], images: ImagesOfText | None) -> Sequence[int]:
+    """The ids by which a text with these images is compared with others."""
+    return token_ids if images is None else images.keyed(token_ids)
 
 
 class OtherTexts(NamedTuple):
@@ -72,6 +103,7 @@ class BoundGraph(Protocol):
         shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
             rounds as a wider pass does, which exact answers and measurements must not.
         steering: what steers the passes; see `steered`.
+        images: the images of the text; None for none.
         others: what else ran in the last pass.
         last_graph: name of the graph that ran the last pass: `BASE_GRAPH`, or that of a further graph.
     """
@@ -82,6 +114,7 @@ class BoundGraph(Protocol):
     prefers_base: bool = False
     shares_passes: bool = False
     steering: Steering | None = None
+    images: ImagesOfText | None = None
     others: OtherTexts = ALONE
     last_graph: str = BASE_GRAPH
 
@@ -139,7 +172,8 @@ class BoundGraph(Protocol):
             raise ValueError("this graph cannot verify trees")
         every = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
         wanted = every if logits_for is None else np.asarray(logits_for, np.int64)
-        return self.run(NewTokens(ids, wanted, positions, tree_mask))
+        new = NewTokens(ids, wanted, positions, tree_mask)
+        return self.run(new if self.images is None else self.images.placed(new, self.arena.length))
 
     @abstractmethod
     def run(self, new: NewTokens) -> Floats:

@@ -148,7 +148,7 @@ class BoundSession(BoundGraph):
 
     def _run_in_parts(self, new: NewTokens, width: int) -> Floats:
         """Run passes over `width` tokens, each of which sees those before as committed."""
-        ids, wanted, positions, tree_mask = new
+        ids, wanted, positions, tree_mask, _ = new
         arena, base = self.arena, self.arena.length
         places = None if positions is None else np.broadcast_to(np.asarray(positions, np.int64), len(ids))
         logits_by_index: dict[int, Floats] = {}
@@ -175,7 +175,7 @@ class BoundSession(BoundGraph):
 
     def _prepared(self, new: NewTokens) -> Callable[[], Floats]:
         """Bind the inputs and outputs of a pass; returns what runs it and returns its logits."""
-        ids, wanted, positions, tree_mask = new
+        ids, wanted, positions, tree_mask, _ = new
         arena, inputs = self.arena, self._inputs
         base, width = arena.length, len(ids)
         self._bind_cache(width)

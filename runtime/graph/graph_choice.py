@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy.typing as npt
 
@@ -61,6 +61,11 @@ class FurtherGraph(ABC):
         """
         del base, remaining
         return preferred
+
+    def inputs(self, new: NewTokens) -> Mapping[str, npt.NDArray[Any]]:
+        """Further inputs of a pass that this graph takes, by name."""
+        del new
+        return {}
 
     def steering(self, options: SteeringOptions) -> Steering | None:
         """As `DecoderGraph.steering`; None for a graph that takes no such inputs."""
@@ -260,11 +265,12 @@ class ChosenSession(BoundGraph):
                         continue
                 self.last_graph = graph.name
                 bound = chosen
+                bound.supply(graph.inputs(new))
                 break
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.
-        self.arena.is_plain = bound is self._own
+        self.arena.is_plain = bound is self._own or new.images is not None
         if not self._base_has_bias and bound is self._base:
             # What the base graph is asked for has no other positions and mask than consecutive tokens have.
             new = new._replace(positions=None, tree_mask=None)

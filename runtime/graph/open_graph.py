@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...errors import BundleError, InputError
-from ...models.bundle import Bundle
+from ...models.bundle import VISION_GRAPH_NAME, Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.user_text import format_bytes
 from ..devices.providers import CPU_PROVIDER
@@ -148,6 +148,12 @@ def _further_graphs(
 ) -> list[FurtherGraph]:
     """The further graphs that the model's own graph on the CPU can have, loaded from `file`."""
     further: list[FurtherGraph] = []
+    if bundle.manifest is not None and bundle.file(VISION_GRAPH_NAME) is not None:
+        from ..images.image_graph import ImageGraph  # noqa: PLC0415 -- most models need none
+        from ..images.image_processors import processor_of  # noqa: PLC0415 -- as above
+
+        size = bundle.manifest.architecture.hidden_size
+        further.append(ImageGraph(file, base, metadata, size, bidirectional=processor_of(bundle).bidirectional))
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
 

@@ -27,7 +27,7 @@ _TYPE_NAMES: Final = {ELEMENT_TYPES[dtype]: name for name, dtype in NUMPY_TYPES.
 
 def is_consecutive(new: NewTokens, base: int) -> bool:
     """Whether positions behind `base` are consecutive, and each token attends to all before it, given or not."""
-    ids, _, positions, tree_mask = new
+    ids, _, positions, tree_mask, _ = new
     if positions is not None and not np.array_equal(
         np.broadcast_to(np.asarray(positions, np.int64), len(ids)), np.arange(base, base + len(ids))
     ):

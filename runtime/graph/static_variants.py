@@ -126,7 +126,7 @@ class BoundStaticGraphs(BoundGraph):
 
     def run(self, new: NewTokens) -> Floats:
         """Run a pass: more tokens than the largest width run in several, trees too."""
-        ids, wanted, positions, tree_mask = np.array(new.ids), *new[1:]
+        ids, (_, wanted, positions, tree_mask, _) = np.array(new.ids), new
         arena, base = self.arena, self.arena.length
         arena.reserve(ids.size)
         buffers = arena.buffers

@@ -30,7 +30,9 @@ a thousand slots takes less time than computing ten."""
 class OpenSequence(Protocol):
     """A sequence that is in use, by a conversation or by an answer: it may be copied from, but not taken over."""
 
-    token_ids: list[int]
+    @property
+    def cache_ids(self) -> Sequence[int]:
+        """Its tokens, with what depends on its content in place of every token of an image."""
 
     @property
     def arena(self) -> KVArena:
@@ -144,7 +146,7 @@ class PrefixCache:
         with self._open_lock:
             open_sequences = tuple(self._open)
         for sequence in open_sequences:
-            cached = np.asarray(sequence.token_ids[: sequence.arena.length], np.int64)
+            cached = np.asarray(sequence.cache_ids[: sequence.arena.length], np.int64)
             if (length := common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
         if (stored := self._store.restored(wanted, max(shared, owned_shared), self._new_arena)) is not None:

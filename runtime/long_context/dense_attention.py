@@ -51,14 +51,19 @@ def long_context_graph(graph: Path) -> bytes:
         BundleError: the file is not an ONNX model.
         CannotRewriteError: the graph has attention that cannot be expressed so.
     """
-    editor = GraphEditor(graph)
+    return dense_graph(GraphEditor(graph))
+
+
+def dense_graph(editor: GraphEditor, *, causal: bool = True) -> bytes:
+    """`long_context_graph` of a graph that is being edited; where it is not `causal`, the caller's bias alone says
+    which of the new tokens a new token attends to."""
     attentions = [each for each in editor.graph.node if each.op_type == OPERATOR]
     opset = next((each.version for each in editor.model.opset_import if not each.domain), 0)
     if not attentions or opset < _LEAST_OPSET:
         raise CannotRewriteError(f"the graph has no {OPERATOR}" if not attentions else f"its opset is {opset}")
     for each in attentions:
         _check(editor, each)
-    places = _Places(editor, attentions[0])
+    places = _Places(editor, attentions[0], causal=causal)
     for each in attentions:
         if attribute_values(each).get("do_rotary") and not input_at(each, POSITIONS):
             each.input.extend([""] * (POSITIONS + 1 - len(each.input)))
@@ -108,9 +113,11 @@ class _Places:
     Args:
         editor: the graph.
         attention: one of its operators, whose lengths are the same in all.
+        causal: whether later slots are hidden, the new ones too.
     """
 
-    def __init__(self, editor: GraphEditor, attention: Message) -> None:
+    def __init__(self, editor: GraphEditor, attention: Message, *, causal: bool) -> None:
+        self._causal: Final = causal
         self._editor: Final = editor
         self._nodes: Final[dict[tuple[Any, ...], Message]] = {}
         """The nodes that compute them, by operator, inputs and attributes."""
@@ -160,7 +167,10 @@ class _Places:
             free = self._add("Sub", [capacity, self._total()])
             seen = self._add("Pad", [bias, self._add("Concat", [self.integers(*[0] * 7), free], axis=0)])
         columns = self._range(self.integers(0), capacity)
-        later = self._add("Greater", [columns, self._add("Reshape", [self._new_slots(), self.integers(-1, 1)])])
+        if self._causal:
+            later = self._add("Greater", [columns, self._add("Reshape", [self._new_slots(), self.integers(-1, 1)])])
+        else:
+            later = self._add("GreaterOrEqual", [columns, self._total()])
         masked = self._add("Where", [later, hidden, seen])
         shape = self._add("Concat", [self.integers(1, 1, -1), capacity], axis=0)
         # A copy for every query head of the group, one after another: rows are ordered by token, then by query head.

@@ -9,7 +9,7 @@ and memory (`template_budget`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from io import StringIO
 from typing import Any, Final, TypeAlias
 
@@ -52,6 +52,17 @@ class ChatTemplate:
         """Everything that the template may write by itself."""
         self._template = _compiled(source)
         self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+
+    @cached_property
+    def reads_parts_alone(self) -> bool:
+        """Whether it leaves out contents that are text and writes those that are lists of parts, as SmolVLM's does."""
+        text = "edge-run asks"
+        parts = [{"type": "text", "text": text}]
+        try:
+            rendered = [self.render([{"role": "user", "content": content}]) for content in (text, parts)]
+        except TemplateError:
+            return False
+        return [text in each for each in rendered] == [False, True]
 
     def render(
         self,

@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from ...errors import InputError
+from ...errors import InputError, TemplateError
 from ...models.json_file import shown
+from ..images.decoding import image_bytes
 from ..kv.arena import shared_tokens
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message
 from .tokenizer import TextTokenizer
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_IMAGES: Final = ("image", "image_url")
+"""Types of content parts that are images."""
 _PART_SEPARATOR: Final = "\n"
 """Between the text parts of a message: servers of other runtimes join them by line ends, too."""
 
@@ -24,12 +27,13 @@ _PART_SEPARATOR: Final = "\n"
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Check messages and return them as chat templates read them.
 
-    Text parts are joined to one text, arguments of tool calls, which the API has as JSON text, become objects, and
-    fields without a value are left out.
+    Text parts are joined to one text unless there are images among them. Arguments of tool calls, which the API has as
+    JSON text, become objects, and fields without a value are left out.
 
     Args:
         messages: objects with a `role` (system, developer, user, assistant or tool) and a `content`, which is text, a
-            list of parts `{"type": "text", "text": ...}`, or None where an assistant only calls tools.
+            list of parts `{"type": "text", "text": ...}` and images (see `image_bytes`), or None where an assistant
+            only calls tools.
 
     Raises:
         InputError: there are no messages, or one of them has another form; the error says which and where.
@@ -60,23 +64,48 @@ def _message(message: Any, where: str) -> Message:
         fields["tool_calls"] = [_tool_call(call, f"{where_calls}[{index}]") for index, call in enumerate(calls)]
     elif "content" not in fields:
         raise InputError(f"{where} has no content", "give text, or a list of text parts")
-    fields["content"] = _text(fields.get("content", ""), f"{where}.content")
+    fields["content"] = _content(fields.get("content", ""), f"{where}.content")
     return fields
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """A text; with images, the list of parts, of which images have their bytes."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
         raise InputError(f"{where} is {shown(content)}", "it must be text, or a list of text parts")
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind in _IMAGES:
+            parts.append({"type": "image", "image": image_bytes(part, f"{where}[{index}]")})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
             what = f"a part of the type {shown(kind)}" if isinstance(kind, str) else shown(part)
-            raise InputError(f"{where}[{index}] is {what}", 'models here read text: {"type": "text", "text": ...}')
-        texts.append(part["text"])
-    return _PART_SEPARATOR.join(texts)
+            hint = 'models here read text and images: {"type": "text", "text": ...}'
+            raise InputError(f"{where}[{index}] is {what}", hint)
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return _PART_SEPARATOR.join(part["text"] for part in parts)
+
+
+def images_in(messages: Sequence[Message]) -> list[bytes]:
+    """The encoded images of messages, in their order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+class ImageReader(Protocol):
+    """What a model that sees makes of images; see `images.vision_model.VisionModel`."""
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
+
+    def text_of(self, image: bytes) -> str:
+        """What stands for an encoded image in a prompt."""
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -94,6 +123,16 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}
 
 
+def _for_template(message: Message, *, in_parts: bool) -> Message:
+    """A message without the bytes of its images, with its text as a list of parts for templates that read no other."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{"type": "image"} if "image" in part else part for part in content]}
+    if in_parts and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return message
+
+
 @dataclass(frozen=True, eq=False)
 class ChatPrompt:
     """A conversation, and how it becomes a prompt.
@@ -108,6 +147,8 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What the template reads besides; the names may be any."""
     special_tokens_in_messages: bool = False
+    vision: ImageReader | None = None
+    """What reads the images of messages; None for a model that reads text alone."""
 
     @cached_property
     def ids(self) -> list[int]:
@@ -118,20 +159,44 @@ class ChatPrompt:
         """Token ids of other messages with the same template and variables.
 
         Raises:
-            InputError: the messages are nested too deep.
-            TemplateError: the template refuses them.
+            InputError: the messages are nested too deep, or an image cannot be decoded.
+            TemplateError: the template refuses them, or has no place for their images.
         """
+        images = images_in(messages)
+        messages = [_for_template(message, in_parts=self.template.reads_parts_alone) for message in messages]
         variables = dict(self.variables)
         own = {name: variables.pop(name) for name in SPECIAL_TOKENS if name in variables}
         written = "".join((self.template.written, *map(str, own.values())))
         inputs = {"messages": messages, **variables}
         marked = None if self.special_tokens_in_messages else self.tokenizer.marks.mark(inputs, written)
         if marked is None:
-            text = self.template.render(messages, **self.variables)
+            text = self._with_images(self.template.render(messages, **self.variables), images)
             return self.tokenizer.encode(text, add_special_tokens=False)
         values, mark = marked
         text = self.template.render(values.pop("messages"), **values, **own, mark=mark)
-        return self.tokenizer.encode_marked(text, mark)
+        return self.tokenizer.encode_marked(self._with_images(text, images, mark), mark)
+
+    def _with_images(self, text: str, images: Sequence[bytes], mark: str = "") -> str:
+        """The rendered text with what stands for each image in the place that the template has for it."""
+        if not images:
+            return text
+        if self.vision is None:
+            hint = "choose a model that was exported with a vision tower, and run it on the CPU"
+            raise InputError("the model reads text alone, and a message has an image", hint)
+        placeholder, texts, found = self.vision.placeholder, [self.vision.text_of(each) for each in images], 0
+
+        def replaced(token: str) -> str:
+            nonlocal found
+            if token != placeholder:
+                return token
+            found += 1
+            return texts[min(found, len(texts)) - 1]
+
+        text = self.tokenizer.marks.replace_own(text, mark, replaced)
+        if found != len(images):
+            what = f"the chat template writes {found} places for {len(images)} images"
+            raise TemplateError(what, "use the model's own chat template")
+        return text
 
     def system(self) -> list[Message]:
         """The messages before the conversation proper, which always stay."""

@@ -109,8 +109,12 @@ def test_messages_become_what_templates_read() -> None:
         ([{"role": "user", "content": 5}], "messages[0].content is 5; it must be text, or a list of text parts"),
         ([{"role": "user", "content": b"a"}], "messages[0].content is b'a'; it must be text"),
         (
+            [{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}],
+            "messages[0].content[0] is a part of the type 'video_url'; models here read text and images",
+        ),
+        (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "messages[0].content[0] is a part of the type 'image_url'; models here read text",
+            "messages[0].content[0] is None; an image is",
         ),
         ([{**USER, "cache": True}], "messages[0] has the field 'cache'; fields are: role, content"),
         ([{**USER, "name": 5}], "messages[0]: name is 5; it must be text"),

@@ -1,0 +1,103 @@
+"""The `vision_config` of a multimodal checkpoint as a `VisionConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...errors import CheckpointError
+from ...models.json_file import shown
+from ..architectures.vision import SIGLIP_DEFAULTS, Projector, VisionFamily
+from .config import DecoderConfig
+from .json_fields import count, number, read_json
+from .safetensors_files import Checkpoint
+from .source import ModelSource
+
+_ACTIVATIONS: Final[Mapping[str, str]] = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
+"""Supported activations, and the `approximate` of ONNX's Gelu."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A vision tower and its projector."""
+
+    family: VisionFamily
+    source: ModelSource
+    """The tensors, by their names in the files."""
+    tower: str
+    """Module of the tower."""
+    projector: str
+    """Module of the projector."""
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    patch_size: int
+    """Pixels of a side of a patch."""
+    side: int
+    """Patches of a side of a square image."""
+    epsilon: float
+    """What norms add to the variance."""
+    gelu: str
+    """The `approximate` of ONNX's Gelu."""
+    merged: int
+    """Patches of a side of the square that becomes one token of the language model."""
+    output_size: int
+    """Channels of a token of the language model."""
+
+
+def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | None:
+    """The vision tower of a checkpoint; None where it has none, or only its language model is supported.
+
+    Raises:
+        CheckpointError: config.json lacks a setting of the tower, or has one that is not supported.
+    """
+    family = decoder.traits.vision
+    if family is None or not isinstance(source, Checkpoint):
+        return None
+    files = Checkpoint(source.folder, ())
+    tower = next((name for name in family.towers if files.has_any(f"{name}.{family.layers}.")), None)
+    projector = next((name for name in family.projectors if files.has_any(f"{name}.")), None)
+    if tower is None or projector is None:
+        return None
+    config = read_json(source.folder / "config.json")
+    nested = config.get("vision_config")
+    if not isinstance(nested, Mapping):
+        raise CheckpointError(f"config.json: vision_config must be an object, found {shown(nested)}")
+    settings: Mapping[str, Any] = {**SIGLIP_DEFAULTS, **family.defaults, **nested}
+    activation = settings["hidden_act"]
+    if activation not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"config.json: hidden_act {shown(activation)} of vision_config is not supported",
+            f"supported are {', '.join(_ACTIVATIONS)}",
+        )
+    side = count(settings, "image_size") // count(settings, "patch_size")
+    return VisionConfig(
+        family=family,
+        source=files,
+        tower=tower,
+        projector=projector,
+        hidden_size=count(settings, "hidden_size"),
+        intermediate_size=count(settings, "intermediate_size"),
+        layers=count(settings, "num_hidden_layers", maximum=1000),
+        heads=count(settings, "num_attention_heads"),
+        patch_size=count(settings, "patch_size"),
+        side=side,
+        epsilon=number(settings, "layer_norm_eps"),
+        gelu=_ACTIVATIONS[activation],
+        merged=_merged(config, family, side),
+        output_size=decoder.hidden_size,
+    )
+
+
+def _merged(config: Mapping[str, Any], family: VisionFamily, side: int) -> int:
+    """Patches of a side of the square that becomes one token."""
+    match family.projector:
+        case Projector.PIXEL_SHUFFLE:
+            merged = count(config, "scale_factor", default=2)
+        case Projector.AVERAGE_POOL:
+            merged = side // int(count(config, "mm_tokens_per_image", default=256) ** 0.5)
+    if not merged or side % merged:
+        raise CheckpointError(f"config.json: {side} patches of a side cannot be merged {merged} at a time")
+    return merged

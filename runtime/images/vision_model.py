@@ -1,0 +1,144 @@
+"""The vision tower of a model, and the images that it has seen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import replace
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import BundleError
+from ...models.bundle import VISION_GRAPH_NAME, Bundle
+from ...models.graph_variant import DeviceKind
+from ...models.json_file import is_whole
+from ..graph.ort import ORT_ERRORS, run_failure
+from ..graph.session import SessionConfig, load_graph
+from .decoding import decode_image
+from .image_processors import Floats, ProcessedImage, processor_of
+
+_KEPT: Final = 32
+"""Number of images whose features are kept."""
+
+
+class VisionModel:
+    """The vision tower of a model, which is loaded for the first image whose features are needed.
+
+    Several threads may use it at a time.
+
+    Args:
+        bundle: the model, which has a vision graph.
+        config: how to run it.
+
+    Raises:
+        BundleError: config.json names a family that is not known, or lacks the image token.
+    """
+
+    def __init__(self, bundle: Bundle, config: SessionConfig) -> None:
+        self.processor: Final = processor_of(bundle)
+        token: Any = next((self.processor.config.get(name) for name in ("image_token_id", "image_token_index")), None)
+        if not is_whole(token, 0):
+            raise BundleError(f"{bundle.folder}: config.json lacks image_token_id", "export the model again")
+        self.token_id: Final[int] = token
+        """Id of the tokens in whose places features stand."""
+        self._graph: Final = bundle.graph.with_name(VISION_GRAPH_NAME)
+        self._config: Final = config
+        self._session: Any = None
+        self._seen: Final[OrderedDict[bytes, SeenImage]] = OrderedDict()
+        self._lock: Final = Lock()
+
+    @property
+    def placeholder(self) -> str:
+        """What the chat template writes for an image."""
+        return self.processor.placeholder
+
+    def text_of(self, image: bytes) -> str:
+        """What stands for an encoded image in a prompt; errors as for `see`."""
+        return self.see(image).text
+
+    def see(self, data: bytes) -> SeenImage:
+        """An encoded image as the model sees it, the same object for the same bytes while it is kept.
+
+        Raises:
+            InputError: it cannot be decoded.
+        """
+        digest = hashlib.sha256(data).digest()
+        with self._lock:
+            if (known := self._seen.get(digest)) is not None:
+                self._seen.move_to_end(digest)
+                return known
+        made = SeenImage(self, digest, self.processor.process(decode_image(data)))
+        with self._lock:
+            self._seen[digest] = made
+            while len(self._seen) > _KEPT:
+                self._seen.popitem(last=False)
+        return made
+
+    def features(self, tile: npt.NDArray[np.uint8]) -> Floats:
+        """The features of a tile, float32 `[1, tokens, hidden]`.
+
+        Raises:
+            EdgeError: the graph cannot be loaded, or fails.
+        """
+        if self._session is None:
+            self._session, _ = load_graph(self._graph, self._config)
+        try:
+            features: Floats = self._session.run(None, {"pixel_values": self.processor.pixel_values(tile)})[0]
+        except ORT_ERRORS as error:
+            raise run_failure("the vision tower", error) from error
+        return features
+
+
+def open_vision(bundle: Bundle, config: SessionConfig) -> VisionModel | None:
+    """The vision tower of a model, beside its own graph on the CPU; None for a model that reads text alone.
+
+    Raises:
+        BundleError: as for `VisionModel`.
+    """
+    if config.device.kind is not DeviceKind.CPU or bundle.manifest is None or bundle.file(VISION_GRAPH_NAME) is None:
+        return None
+    # Idle threads must not spin beside the threads of the model's own graph.
+    return VisionModel(bundle, replace(config, shares_cores=True, kv_scales=None))
+
+
+class SeenImage:
+    """An image as a model sees it; the tower runs for the tiles whose features are asked for.
+
+    Args:
+        model: the model.
+        digest: SHA-256 of the encoded image.
+        image: the image, resized and cut.
+
+    Attributes:
+        text: what stands for it in a prompt.
+        tokens: number of its features.
+        keys: what stands for its tokens where sequences are compared: int64 `[tokens]`, all negative.
+    """
+
+    def __init__(self, model: VisionModel, digest: bytes, image: ProcessedImage) -> None:
+        self.text: Final = image.text
+        self.tokens: Final = image.tokens * len(image.tiles)
+        first = int.from_bytes(digest[:8]) >> 2  # 62 bits, so that the sums below stay in 64
+        self.keys: Final[npt.NDArray[np.int64]] = -1 - (first + np.arange(self.tokens, dtype=np.int64))
+        self._model: Final = model
+        self._tokens: Final = image.tokens
+        self._tiles: Final[list[npt.NDArray[np.uint8] | None]] = list(image.tiles)
+        """The tiles whose features are not known yet."""
+        self._features: Final[dict[int, Floats]] = {}
+
+    def features(self, start: int, stop: int) -> Floats:
+        """Features float32 `[1, stop - start, hidden]` of some of its tokens.
+
+        Raises:
+            EdgeError: the vision tower fails.
+        """
+        first, last = start // self._tokens, (stop - 1) // self._tokens
+        for index in range(first, last + 1):
+            if (tile := self._tiles[index]) is not None:
+                self._features[index] = self._model.features(tile)
+                self._tiles[index] = None
+        joined = np.concatenate([self._features[index] for index in range(first, last + 1)], axis=1)
+        return joined[:, start - first * self._tokens : stop - first * self._tokens]

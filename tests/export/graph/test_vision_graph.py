@@ -1,0 +1,74 @@
+"""The exported vision tower: its features, its weights in 8 bits, and checkpoints without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from edgerun.errors import CheckpointError
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
+from edgerun.models.bundle import VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, open_bundle
+from support.vision_models import FAMILIES, vision_config, write_vision_checkpoint
+from support.vision_reference import reference_features
+
+PIXELS = np.random.default_rng(7).standard_normal((2, 3, 32, 32)).astype(np.float32)
+
+
+def features_of(bundle: Path) -> np.ndarray:
+    return np.asarray(ort.InferenceSession(str(bundle / VISION_GRAPH_NAME)).run(None, {"pixel_values": PIXELS})[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_those_of_the_definition(tmp_path: Path, family: str) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", family)
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    weights, config = load_file(source / "model.safetensors"), vision_config(family)
+    expected = np.concatenate([reference_features(family, config, weights, each) for each in PIXELS])
+    np.testing.assert_allclose(features_of(bundle)[0], expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_int8_weights_are_smaller_and_close(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    exact = export_checkpoint(source, tmp_path / "exact", ExportRecipe(FP32)).bundle
+    rounded = export_checkpoint(source, tmp_path / "rounded", ExportRecipe(FP32, vision_weights="int8")).bundle
+    expected, found = features_of(exact), features_of(rounded)
+    assert (rounded / VISION_WEIGHTS_NAME).stat().st_size < 0.6 * (exact / VISION_WEIGHTS_NAME).stat().st_size
+    assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+    assert open_bundle(exact).fingerprint != open_bundle(rounded).fingerprint
+
+
+def test_the_tower_can_be_left_out(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, vision_weights="none")).bundle
+    assert not (bundle / VISION_GRAPH_NAME).exists()
+
+
+def test_checkpoints_of_the_language_model_alone_export_without_a_tower(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    weights = load_file(source / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if ".text_model." in name}, source / "model.safetensors")
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    assert not (bundle / VISION_GRAPH_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.vision_model.post_layernorm.bias", "lacks the tensor"),
+        ("model.vision_model.encoder.layers.1.mlp.fc1.weight", "config.json implies"),
+    ],
+)
+def test_damaged_towers_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    weights = load_file(source / "model.safetensors")
+    tensor = weights.pop(name)
+    if tensor.ndim == 2:
+        weights[name] = np.ascontiguousarray(tensor[1:])
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
+    assert not (tmp_path / "bundle").exists()
