@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from mmap import PAGESIZE
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy.typing as npt
 
 _MADV_DONTNEED: Final = 4
-_SMALL_FILE: Final = 1 << 20
+_SMALL: Final = 1 << 20
 """Bytes; listing what a process maps, with the pages of each mapping, costs more time than so little is worth."""
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
 def trim_heap() -> None:
     """Return the C library's free heap to the system (glibc)."""
     if _malloc_trim is not None:
         _malloc_trim(0)
+
+
+def drop_array_pages(array: npt.NDArray[Any]) -> None:
+    """Give back the memory of an array that nobody reads any more, whoever still refers to it; it then holds zeros."""
+    start = -(-array.ctypes.data // PAGESIZE) * PAGESIZE
+    size = (array.ctypes.data + array.nbytes - start) // PAGESIZE * PAGESIZE
+    if _madvise is not None and array.flags.c_contiguous and size > _SMALL:
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_DONTNEED)
 
 
 def drop_file_pages(path: Path) -> int:
@@ -36,7 +48,7 @@ def drop_file_pages(path: Path) -> int:
     """
     file_name = str(path.resolve())
     try:
-        if path.stat().st_size < _SMALL_FILE:
+        if path.stat().st_size < _SMALL:
             return 0
         # Other systems have no such file.
         mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")

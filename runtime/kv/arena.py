@@ -338,14 +338,19 @@ class InPlaceArena(KVArena):
         else:
             capacity = self._capacity if needed <= self._capacity else min(self._grown(needed), self.limit)
         if capacity != self._capacity:
-            # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are kept.
-            self._capacity, self._buffers = capacity, self._buffers.resized(capacity)
+            try:
+                # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are kept.
+                self._capacity, self._buffers = capacity, self._buffers.resized(capacity)
+            except BaseException:  # the slots may be gone that were moved already
+                self.rewind_to(0)
+                raise
             self.generation += 1
 
     def expect(self, tokens: int) -> None:
-        """Grow once for a long prompt, whose passes would replace the buffers again and again."""
-        if not self._capacities:
-            self.reserve(max(min(tokens, self.limit - self.length), 0))
+        """Grow once for a long prompt and the beginning of its answer, which would replace the buffers repeatedly."""
+        needed = min(self.length + tokens, self.limit)
+        if not self._capacities and needed > self._capacity:
+            self.reserve(min(needed + needed // 8, self.limit) - self.length)
 
     def _grown(self, needed: int) -> int:
         """The next capacity: doubled while it is small, then larger by an eighth, and at least `needed` slots."""

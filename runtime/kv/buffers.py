@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..graph.memory import drop_array_pages
+
 Array: TypeAlias = npt.NDArray[Any]
 Slots: TypeAlias = npt.NDArray[np.intp]
 """Indices of slots, `[n]`."""
@@ -76,7 +78,10 @@ class CacheBuffers(ABC):
 
     @abstractmethod
     def resized(self, slots: int) -> CacheBuffers:
-        """New buffers of another number of slots that begin with these slots; further ones hold zeros."""
+        """New buffers of another number of slots that begin with these slots; further ones hold zeros.
+
+        These slots are moved: what the old buffers hold afterwards is undefined.
+        """
 
     @abstractmethod
     def move(self, sources: Slots, targets: Slots) -> None:
@@ -120,9 +125,12 @@ class NumpyBuffers(CacheBuffers):
         return NumpyBuffers([self.tensor_types[index] for index in indices], [self.arrays[index] for index in indices])
 
     def resized(self, slots: int) -> NumpyBuffers:
-        """New arrays that begin with these slots."""
+        """New arrays that begin with these slots; the memory of each old one is free once it was copied."""
         changed = StackedBuffers(self.tensor_types, slots)
-        changed.copy(self, min(slots, self.arrays[0].shape[self.tensor_types[0].axis]))
+        for new, old, tensor_type in zip(changed.arrays, self.arrays, self.tensor_types, strict=True):
+            index = tensor_type.index(slice(min(slots, old.shape[tensor_type.axis])))
+            new[index] = old[index]
+            drop_array_pages(old)
         return changed
 
     def move(self, sources: Slots, targets: Slots) -> None:

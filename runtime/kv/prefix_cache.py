@@ -152,13 +152,13 @@ class PrefixCache:
         if (stored := self._store.restored(wanted, max(shared, owned_shared), self._new_arena)) is not None:
             return stored
         if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
-            return self._copy(owner, _reusable(owner, owned_shared, wanted))
+            return self._copy(owner, _reusable(owner, owned_shared, wanted), wanted.size)
         if source is None:
             return self._new_arena()
         shared = _reusable(source.arena, shared, wanted)
         branches = source.arena.length - shared > _KEPT_BRANCH
         if self._store.reads(source.arena) or (branches and self._has_room_beside(source)):
-            return self._copy(source.arena, shared)
+            return self._copy(source.arena, shared, wanted.size)
         self._kept.remove(source)
         source.arena.rewind_to(shared)
         return source.arena
@@ -205,8 +205,10 @@ class PrefixCache:
         """Drop all kept sequences in memory, of a draft model too."""
         self._kept.clear()
 
-    def _copy(self, source: KVArena, slots: int) -> KVArena:
+    def _copy(self, source: KVArena, slots: int, expected: int) -> KVArena:
+        """A new arena with the first slots of another, and room for `expected` slots."""
         arena = self._new_arena()
+        arena.expect(expected)
         arena.copy_from(source, slots)
         return arena
 

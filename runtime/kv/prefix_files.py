@@ -110,6 +110,7 @@ class PrefixFiles(PrefixStore):
             if stored is None or shared - known < MIN_SHARED:
                 break
             arena = new_arena()
+            arena.expect(wanted.size)
             if self.restore(stored, shared, arena):
                 return arena
         return None

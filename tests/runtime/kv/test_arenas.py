@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -157,6 +160,60 @@ def test_growth_doubles_the_capacity_up_to_the_limit(kind: Callable[..., InPlace
     with pytest.raises(ContextError, match="context full: 701 of 700 tokens"):
         arena.reserve(445)
     assert arena.length == 256
+
+
+def test_a_long_prompt_and_the_beginning_of_its_answer_take_one_growth() -> None:
+    arena = InPlaceArena(TENSOR_TYPES, 20_000)
+    arena.expect(9000)
+    write(arena, np.arange(9000) % 100)
+    arena.commit(9000)
+    for _ in range(10):
+        write(arena, np.zeros(100, np.int64))
+        arena.commit(100)
+    assert (arena.generation, arena.capacity) == (1, 10_240)
+    arena.expect(240)
+    assert arena.generation == 1, "there is room"
+
+
+def test_a_growth_that_is_interrupted_leaves_an_empty_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = filled(InPlaceArena, 250)
+    moved: list[object] = []
+
+    def interrupt(array: object) -> None:
+        moved.append(array)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgerun.runtime.kv.buffers.drop_array_pages", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            arena.reserve(10)
+    assert (arena.length, arena.plain_length, arena.capacity) == (0, 0, 256)
+    write(arena, np.arange(300) % 100)
+    arena.commit(300)
+    assert contents(arena) == [slot % 100 for slot in range(300)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is returned on Linux")
+def test_a_growth_does_not_hold_the_slots_twice() -> None:
+    """In a process of its own: 256 MiB of slots grow by an eighth."""
+    program = """
+import resource
+import numpy as np
+from edgerun.runtime.kv.arena import InPlaceArena
+from edgerun.runtime.kv.buffers import CacheTensorType
+arena = InPlaceArena((CacheTensorType(np.dtype(np.float32), (1, 2, 0, 64), 2),) * 64, 20_000)
+arena.pad_to(8192, 1.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+arena.reserve(1000)
+assert all((array[:, :, :8192] == 1).all() and not array[:, :, 8192:].any() for array in arena.buffers.arrays)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    environment = {**os.environ, "PYTHONWARNDEFAULTENCODING": ""}
+    grown = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, encoding="utf-8", env=environment
+    )
+    assert int(grown.stdout) < 96 << 10, "KiB: the new slots, and two arrays"
 
 
 def test_a_large_arena_grows_in_small_steps_and_one_of_a_fixed_capacity_not_at_all() -> None:

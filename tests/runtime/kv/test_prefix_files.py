@@ -214,6 +214,20 @@ def test_a_prefix_within_another_takes_no_file_unless_it_is_much_shorter() -> No
     assert prefixes.find(np.arange(60))[1].token_ids.size == 100  # type: ignore[union-attr]
 
 
+def test_slots_are_restored_once_to_an_arena_with_room_for_the_whole_prompt() -> None:
+    prefixes = PrefixFiles(lambda: "model")
+    write(prefixes, arena_of(100))
+    cache = PrefixCache(lambda: InPlaceArena(TENSOR_TYPES, 8192), 1 << 30, prefixes)
+    arena = cache.take(range(4000))
+    assert arena.length == 100
+    assert isinstance(arena, InPlaceArena)
+    assert arena.capacity == 4608
+    cache.keep(arena, range(100))
+    copied = cache.take([*range(60), *range(200, 5000)])
+    assert copied.length == 60
+    assert copied.capacity > 4860
+
+
 def test_slots_of_another_graph_are_used_only_where_it_may_read_prompts() -> None:
     arena = arena_of(100, 2.0)
     arena.plain_length = 40  # a further graph computed the others
