@@ -10,6 +10,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Final
 
 from ..errors import BundleError
+from .block_diffusion import BlockDiffusion
 from .draft_heads import HeadKind
 from .graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from .json_file import Bound, Count, WholeNumber, is_whole, parse_json_object, shown, typed_record
@@ -49,6 +50,8 @@ class Architecture:
     """Number of positions that the graph's rotary table covers."""
     tied_head: bool
     """Whether the LM head shares the weights of the embedding."""
+    blocks: BlockDiffusion | None = None
+    """None for a model that generates token by token."""
 
 
 class Method(StrEnum):

@@ -156,7 +156,7 @@ _WRITTEN: Final[Mapping[str, Any]] = {
         ("prefix_cache", "prefix_disk", "widths", "contexts", "budget", "draft_vocab", "anchor"), str | None
     ),
     **dict.fromkeys(("speculation", "draft"), str),
-    "lossy": str | None,
+    **dict.fromkeys(("lossy", "block_rule"), str | None),
     "tokenizer": Path | None,
 }
 """Types that options are written in, where the types of their fields cannot be."""

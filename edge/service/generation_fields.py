@@ -106,6 +106,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     overflow: Annotated[str | None, option_meta("overflow", extension=True)] = None
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     lossy: Annotated[str | None, option_meta("lossy", extension=True)] = None
+    block_rule: Annotated[str | None, option_meta("block_rule", extension=True)] = None
     num_beams: Annotated[int | None, option_meta("num_beams", extension=True)] = None
     beam_groups: Annotated[int | None, option_meta("beam_groups", extension=True)] = None
     diversity_penalty: Annotated[float | None, option_meta("diversity_penalty", extension=True)] = None

@@ -102,6 +102,18 @@ class Experts:
     """Constant added to up."""
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The block diffusion of a family: the setting of the size of a block, and the values where settings are absent."""
+
+    size_setting: str
+    size: int
+    mask: int
+    """Token id of the mask; the setting is `mask_token_id`."""
+    shifted: bool = False
+    """See `BlockDiffusion.shifted`."""
+
+
 def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
     """Return the first of several names of a setting that config.json has; the last one if it has none."""
     return next((name for name in names if config.get(name) is not None), names[-1])
@@ -209,6 +221,8 @@ class Family:
     """Factor on the logits."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings that have to be false or absent, and what they ask for."""
+    blocks: Blocks | None = None
+    """How blocks of masked tokens are filled; None for a family that generates token by token."""
     nested_type: str | None = None
     """The `model_type` of the text model whose settings a multimodal config.json nests; None for text models."""
     vision: VisionFamily | None = None

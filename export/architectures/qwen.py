@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import Experts, Family, HeadNorm, SharedExpert
+from .family import Blocks, Experts, Family, HeadNorm, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 
@@ -16,6 +16,9 @@ _QWEN3: Final = Family(
     defaults={"head_dim": 128},
 )
 """Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
+
+_SDAR: Final = Blocks("block_size", 4, 151669)
+"""SDAR (arXiv 2510.06303): Qwen3, trained on to fill blocks of masked tokens."""
 
 _QWEN3_5_TEXT: Final = Family(
     attention_bias="attention_bias",
@@ -46,6 +49,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": _QWEN3,
     # Qwen3 with a mixture-of-experts feed-forward.
     "qwen3_moe": replace(_QWEN3, experts=Experts(), defaults={}),
+    "sdar": replace(_QWEN3, blocks=_SDAR),
+    "sdar_moe": replace(_QWEN3, experts=Experts(), defaults={}, blocks=_SDAR),
+    # Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5, trained on in the same way with logits one place before their token.
+    "Fast_dLLM_Qwen": Family(qkv_bias=True, blocks=Blocks("bd_size", 32, 151665, shifted=True)),
     "qwen3_5_text": _QWEN3_5_TEXT,
     # Language model of Qwen3.5 checkpoints; the image part is not exported.
     "qwen3_5": replace(_QWEN3_5_TEXT, nested_type="qwen3_5_text"),

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from ...errors import CheckpointError
+from ...models.block_diffusion import BlockDiffusion
 from ...models.json_file import shown
 from ..architectures import find_family
-from ..architectures.family import Experts, Family, Power, chosen, first_present
+from ..architectures.family import Blocks, Experts, Family, Power, chosen, first_present
 from ..architectures.layer_attention import (
     KEYS_AS_VALUES,
     HeadShape,
@@ -107,6 +108,8 @@ class DecoderConfig:
     per_layer_width: int
     """Channels of the embedding that each layer has of its own; 0 for a model without them."""
     experts: ExpertsConfig | None
+    blocks: BlockDiffusion | None
+    """How blocks of masked tokens are filled; None for a model that generates token by token."""
     state_layers: StateLayers | None
     """The layers with a convolution or linear attention in place of attention; None for a model without them."""
     max_positions: int
@@ -226,6 +229,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         attention=attention,
         per_layer_width=_per_layer_width(config) if family.per_layer_inputs else 0,
         experts=experts,
+        blocks=None if family.blocks is None else _read_blocks(config, family.blocks),
         state_layers=states,
         max_positions=max_positions(config),
         default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
@@ -322,6 +326,11 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise CheckpointError(
             "use_bidirectional_attention is not supported", "only decoders with causal attention are supported"
         )
+
+
+def _read_blocks(config: Mapping[str, Any], settings: Blocks) -> BlockDiffusion:
+    mask = count(config, "mask_token_id", default=settings.mask, minimum=0, maximum=count(config, "vocab_size") - 1)
+    return BlockDiffusion(count(config, settings.size_setting, default=settings.size), mask, settings.shifted)
 
 
 def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig | None:

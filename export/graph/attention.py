@@ -85,7 +85,9 @@ class Attention:
         if settings.owner is not None:
             cache, present = present_cache(settings.owner), ()  # an output would be a copy of the cache
         sinks = [] if layer.sinks is None else [nodes.weights.vector(f"{name}.sinks", [layer.sinks])]
-        scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        # Tokens of a block attend to each other: the bias alone says who attends to whom.
+        causal = None if config.blocks is None else 0
+        scores = {"scale": config.attention_scale, "softcap": config.attention_softcap, "causal": causal}
         nodes.add_multi_output(
             "GroupQueryAttention",
             [query, key, value, *cache, "seqlens_k", "total_sequence_length", *rotary, bias, *sinks],

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from ..blocks.commit_rules import CommitRule
 from ..speculation.choice import DraftSampling, Speculation
 from ..strategies.lossy import LossyRule
 from ..strategies.strategy import Strategy
@@ -41,6 +42,7 @@ class LoadKeywords(TypedDict, total=False):
 class GenerateKeywords(TypedDict, total=False):
     """The options of `GenerateOptions` by name."""
 
+    block_rule: CommitRule | str | None
     lossy: LossyRule | str | None
     adapter: str | None
     control: str | None

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ...models.block_diffusion import BlockDiffusion
 from ..kv.buffers import CacheTensorType
 from ..kv.state_buffers import StateType
 
@@ -151,6 +152,8 @@ class GraphIO:
     logits_mode: LogitsMode
     causal: bool
     """Whether the graph itself applies the causal mask among new tokens; otherwise `InputRole.BIAS` has to."""
+    blocks: BlockDiffusion | None = None
+    """How blocks of masked tokens are filled; None for a model that generates token by token."""
     supports_wide_passes: bool = True
     """Whether a pass may have several new tokens after cached ones. Some graphs were traced with a single new token
     and let new tokens attend to each other in both directions."""

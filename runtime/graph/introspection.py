@@ -134,7 +134,9 @@ def introspect(
         inputs=roles,
         logits=logits,
         logits_mode=_logits_mode(roles, logits),
-        causal=has_lengths or (metadata.operators is not None and "GroupQueryAttention" in metadata.operators),
+        blocks=metadata.blocks,
+        causal=metadata.blocks is None
+        and (has_lengths or (metadata.operators is not None and "GroupQueryAttention" in metadata.operators)),
         window_biases=windows,
         hidden_states=_float_output(outputs, (_NEXT_STATES,) if head else _HIDDEN_STATES, 2 if is_selected else 3),
         draft_features=_float_output(outputs, (DRAFT_FEATURES,), 2),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import BundleError
+from ...models.block_diffusion import BlockDiffusion
 from ...models.bundle import Bundle
 from ...models.onnx_file.wire import Operators, operators_of
 from .graph_io import GraphValue
@@ -39,6 +40,8 @@ class ModelMetadata:
     """The `model` section of genai_config.json."""
     operators: Operators | None = None
     """Operators of the graph; None for graphs that edge-run exported."""
+    blocks: BlockDiffusion | None = None
+    """How blocks of masked tokens are filled, where edge-run exported the graph of a model that does so."""
     draft_head: bool = False
     """Whether the graph is a draft head, which is of no use without its target."""
     probe_result: ProbeResult | None = None
@@ -52,7 +55,7 @@ def metadata_of(bundle: Bundle) -> ModelMetadata:
         BundleError: one of them cannot be read.
     """
     if bundle.manifest is not None:
-        return ModelMetadata(input_vocab=bundle.input_vocab)
+        return ModelMetadata(input_vocab=bundle.input_vocab, blocks=bundle.manifest.architecture.blocks)
     operators = operators_of(*filter(None, (bundle.graph, bundle.embedding)))
     return ModelMetadata(bundle.first, bundle.input_vocab, bundle.config, bundle.genai, operators)
 

@@ -82,6 +82,7 @@ def _check(editor: GraphEditor, attention: Message) -> None:
     """
     attributes = attribute_values(attention)
     known = {
+        "causal": 1,
         "softcap": 0,
         "smooth_softmax": 0,
         WINDOW: -1,

@@ -153,8 +153,9 @@ class DrafterPool:
         Raises:
             InputError: a drafter that was asked for is not available.
         """
-        choice, recording = request.options.speculation, request.recording
-        if choice == Speculation.OFF or (choice.automatic and not self._graph.graph_io.supports_verification):
+        choice, recording, graph_io = request.options.speculation, request.recording, self._graph.graph_io
+        off = choice == Speculation.OFF or graph_io.blocks is not None
+        if off or (choice.automatic and not graph_io.supports_verification):
             yield None
             return
         drafters = self._take_set(request.prompt_ids)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Final
 
 from ...errors import InputError
+from ..blocks.commit_rules import check_block_options
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
 from ..text.tokenizer import TextTokenizer
@@ -39,8 +40,9 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
 
     Raises:
         InputError: they ask for two, for something that a search cannot give, for a vote of one answer, or the graph
-            cannot run a search.
+            cannot run a search, or they do not go with a model that fills blocks.
     """
+    check_block_options(options, graph_io.blocks)
     if options.votes and not options.ranked:
         raise InputError("answers are to vote, and best_of is not above n", "give best_of, the number that vote")
     defaults = {each.name: each.default for each in fields(options)}

@@ -101,6 +101,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from ..blocks.commit_rules import CommitRule
 from ..speculation.choice import DraftSampling, Speculation
 from ..strategies.lossy import LossyRule
 from ..strategies.strategy import Strategy

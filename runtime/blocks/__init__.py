@@ -1,0 +1,1 @@
+"""Decoding in blocks of masked tokens (block diffusion)."""

@@ -1,0 +1,225 @@
+"""Models that fill blocks, against a naive decoder, by enumeration, and from outside."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import edgerun
+from edgerun import Engine, InputError
+from edgerun.edge.server.server_settings import ServerSettings
+from edgerun.runtime.blocks.block_decode import block_decode
+from edgerun.runtime.blocks.commit_rules import COMMIT_RULES, Candidates, CommitRule, most_confident
+from edgerun.runtime.decode import DecodeLimits, FinishReason
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from support.block_models import FAMILIES, NaiveBlocks, write_block_model
+from support.chi_square import expect_distribution
+from support.commands import fails, json_of
+from support.serving import CHAT, chat_body, served_here
+
+OPTIONS: dict[str, Any] = {"raw": True, "max_tokens": 21, "ignore_eos": True}
+PROMPT = "the sea and the sand"
+RULES = ["in-order:1", "fixed:2", "threshold:0.2", "entropy:3", "factor:4", "nll:2", "prophet:0.5"]
+RULES += ["local-leap:0.3,2,0.1"]
+Confidence = npt.NDArray[np.float64]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_block_model(tmp_path_factory.mktemp("blocks"))
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Iterator[Engine]:
+    with edgerun.load(bundle, threads=1, cache=False, parallel=3) as engine:
+        yield engine
+
+
+def first(count: int) -> Callable[[Confidence], npt.NDArray[np.bool_]]:
+    return lambda confidence: np.arange(confidence.size) < count
+
+
+def best(count: int) -> Callable[[Confidence], npt.NDArray[np.bool_]]:
+    return lambda confidence: np.argsort(np.argsort(-confidence, kind="stable"), kind="stable") < count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_naive_decoder(family: str, tmp_path: Path) -> None:
+    bundle = write_block_model(tmp_path, family)
+    naive = NaiveBlocks(tmp_path / "checkpoint")
+    rules = {"in-order:1": first(1), "fixed:3": best(3), "threshold:0.1": lambda confidence: confidence >= 0.1}
+    with edgerun.load(bundle, threads=1, cache=False) as engine:
+        prompt = engine.tokenizer.encode(PROMPT, add_special_tokens=True)
+        # Ends of a prompt in a block, at its end, and behind several.
+        for ids in (prompt[:1], prompt[: naive.size], [*prompt, *prompt][: 2 * naive.size + 1]):
+            for rule, keeps in rules.items():
+                expected = engine.tokenizer.decode(naive.text(ids, 21, keeps))
+                reply = engine.generate(engine.tokenizer.decode(ids), block_rule=rule, **OPTIONS)
+                assert reply.text == expected, (rule, len(ids))
+
+
+def test_a_step_keeps_what_its_rule_says(engine: Engine) -> None:
+    passes = {}
+    for rule in ("in-order:1", "in-order:4", "fixed:2", "threshold:0", "threshold:1"):
+        stats = engine.generate(PROMPT, block_rule=rule, **{**OPTIONS, "max_tokens": 40}).stats
+        passes[rule] = stats.decode_passes
+        assert stats.completion_tokens == 40
+    begun = -len(engine.tokenizer.encode(PROMPT, add_special_tokens=True)) % 4  # masks of the prompt's last block
+    blocks = -(-(40 - begun) // 4) + (begun > 0)
+    assert passes["in-order:1"] == passes["threshold:1"] == 40 + (begun - 40) % 4 * (begun > 40)
+    assert passes["in-order:4"] == passes["threshold:0"] == blocks
+
+
+def test_a_seed_gives_one_text_alone_and_beside_others_and_from_a_cached_prompt(engine: Engine) -> None:
+    def text(seed: int) -> str:
+        return engine.generate(PROMPT, temperature=0.8, seed=seed, block_rule="threshold:0.1", **OPTIONS).text
+
+    alone = [text(seed) for seed in range(4)]
+    assert len(set(alone)) == 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(text, range(4))) == alone
+    longer = engine.generate(PROMPT + alone[0], block_rule="fixed:2", **OPTIONS)
+    with edgerun.load(engine.model.bundle.folder, threads=1, cache=False) as fresh:
+        assert fresh.generate(PROMPT + alone[0], block_rule="fixed:2", **OPTIONS).text == longer.text
+
+
+def test_answers_end_at_stop_texts_at_the_context_and_when_cancelled(engine: Engine) -> None:
+    whole = engine.generate(PROMPT, **OPTIONS).text
+    stop = whole[5:7]
+    assert engine.generate(PROMPT, **OPTIONS, stop=stop).text == whole[: whole.index(stop)]
+    filled = engine.generate(PROMPT, raw=True, ignore_eos=True)
+    assert filled.finish_reason is FinishReason.LENGTH
+    assert filled.stats.prompt_tokens + filled.stats.completion_tokens == engine.model.context
+    stream = engine.stream(PROMPT, **{**OPTIONS, "max_tokens": 200})
+    next(stream)
+    stream.cancel()
+    assert list(stream)[-1].finish_reason is FinishReason.CANCELLED
+    assert engine.generate(PROMPT, **OPTIONS).text == whole
+    listed = engine.generate(PROMPT, logprobs=2, **OPTIONS)
+    assert listed.text == whole
+    assert len(listed.logprobs) == 21
+
+
+class Six:
+    """A model of five tokens and a mask, whose block of four tokens is enumerated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bundle = write_block_model(folder, vocab_size=6, seed=5)
+        self._naive = NaiveBlocks(folder / "checkpoint")
+        self.prompt = [5 - 2, 1, 4, 2]
+        self.distributions = cache(self._distributions)
+
+    def _distributions(self, cells: tuple[int, ...]) -> Confidence:
+        logits = self._naive.logits([*self.prompt, *cells])[len(self.prompt) :]
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+    @cache  # noqa: B019 -- lives as long as the tests
+    def distribution(self, rule: CommitRule, cells: tuple[int, ...] = (5, 5, 5, 5)) -> dict[tuple[int, ...], float]:
+        """The exact probabilities of the blocks that the rule leads to from some known tokens on."""
+        places = np.flatnonzero(np.asarray(cells) == 5)
+        if not places.size:
+            return {cells: 1.0}
+        rows = self.distributions(cells)[places]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            entropy = -np.nansum(rows * np.log(rows), axis=1)
+            gaps = np.diff(np.sort(np.log(rows), axis=1)[:, -2:], axis=1)[:, 0]
+        found: Counter[tuple[int, ...]] = Counter()
+        for tokens in product(range(5), repeat=places.size):
+            confidence = rows[np.arange(places.size), tokens]
+            candidates = Candidates(places, confidence, gaps, entropy, np.ones(places.size, np.int64), 4)
+            kept = rule.keeps(candidates)
+            kept = kept if kept.any() else most_confident(candidates, 1)
+            after = np.array(cells)
+            after[places[kept]] = np.asarray(tokens)[kept]
+            for block, weight in self.distribution(rule, tuple(after.tolist())).items():
+                found[block] += weight * float(confidence.prod())
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Six:
+    return Six(tmp_path_factory.mktemp("six"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_blocks_have_the_exact_distribution_of_their_rule(six: Six, name: str) -> None:
+    rule = CommitRule.parse(name)
+    distribution, in_order = six.distribution(rule), six.distribution(CommitRule.parse("in-order:1"))
+    at_once = six.distribution(CommitRule.parse("threshold:0"))
+    assert sum(distribution.values()) == pytest.approx(1)
+    distances = [
+        sum(abs(distribution.get(block, 0) - other.get(block, 0)) for block in {*distribution, *other}) / 2
+        for other in (in_order, at_once)
+    ]
+    print(f"{name}: total variation {distances[0]:.3f} from one token at a time, {distances[1]:.3f} from all at once")
+    found: Counter[tuple[int, ...]] = Counter()
+    with edgerun.load(six.bundle, threads=1, cache=False) as engine:
+        bound = engine.model.new_sequence().bound
+        for seed in range(800):
+            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 6)
+            steps = block_decode(bound, six.prompt, sampler, DecodeLimits(4), rule)
+            found[tuple(token for step in steps for token in step.tokens)] += 1
+    expect_distribution(found, distribution, 800)
+
+
+def test_stable_candidates_are_those_of_several_passes() -> None:
+    stable = CommitRule.parse("stable:2,0.5")
+    steady, confidence = np.array([1, 2, 3, 2]), np.array([0.9, 0.6, 0.4, 0.5])
+    zeros = np.zeros(4)
+    kept = stable.keeps(Candidates(np.arange(4), confidence, zeros, zeros, steady, 4))
+    assert kept.tolist() == [False, True, False, True]
+
+
+def test_a_bounded_factor_keeps_as_many_as_it_allows() -> None:
+    zeros = np.zeros(4)
+    candidates = Candidates(np.arange(4), np.array([0.6, 0.99, 0.9, 0.8]), zeros, zeros, np.ones(4, np.int64), 4)
+    # (n + 1)(1 - c): 0.02, 0.3, 0.8, 2.0
+    for factor, kept in ((0.02, []), (0.5, [1, 2]), (1.0, [1, 2, 3]), (2.1, [0, 1, 2, 3])):
+        assert np.flatnonzero(CommitRule.parse(f"factor:{factor}").keeps(candidates)).tolist() == kept
+
+
+def test_the_command_line_and_the_server_take_rules(bundle: Path, engine: Engine, capsys: Any) -> None:
+    arguments = ("run", bundle, "-p", PROMPT, "--raw", "-n", "21", "--ignore-eos", "--threads", "1", "--no-cache")
+    texts = {}
+    for rule in ("fixed:2", "threshold:0"):
+        texts[rule] = engine.generate(PROMPT, block_rule=rule, **OPTIONS).text
+        found = json_of(capsys, *arguments, "--block-rule", rule, "--json")
+        assert found["text"] == texts[rule]
+    assert texts["fixed:2"] != texts["threshold:0"]
+    with served_here(bundle, settings=ServerSettings(), threads=1) as server:
+        body = chat_body(PROMPT, max_tokens=21, block_rule="fixed:2")
+        message = server.post(CHAT, body)["choices"][0]["message"]["content"]
+        lines = server.request("POST", CHAT, {**body, "stream": True}).body.decode().splitlines()
+        pieces = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+        assert "".join(each[0]["delta"].get("content") or "" for each in pieces if each) == message
+        refused = server.request("POST", CHAT, {**body, "block_rule": "often"})
+    assert refused.status == 400
+    assert "block_rule is 'often'; give one of in-order" in refused.body.decode()
+
+
+def test_what_does_not_go_with_the_kind_of_model_is_refused(
+    engine: Engine, tmp_path: Path, bundle: Path, capsys: Any
+) -> None:
+    for options, name in (
+        ({"response_format": edgerun.ResponseFormat.regex("a*")}, "response_format"),
+        ({"num_beams": 2}, "num_beams"),
+        ({"exact": True}, "exact"),
+    ):
+        with pytest.raises(InputError, match=f"^{name} is given, and this model fills blocks of tokens; leave"):
+            engine.generate(PROMPT, **options)
+    for rule in ("fixed:0", "threshold:2", "fixed:1,2", "fixed:x", "steps"):
+        with pytest.raises(InputError):
+            engine.generate(PROMPT, block_rule=rule)
+    assert "generates token by token" in fails(capsys, "run", "-p", "a", "--block-rule", "fixed:2")
+    assert set(COMMIT_RULES) >= {rule.partition(":")[0] for rule in RULES}
