@@ -245,9 +245,12 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
             "leave --device npu out",
         )
     of_own_layers = draft == DraftRequest()
+    fills_blocks = False
     if keeps_states := config.state_layers is not None:
         has = "convolution" if isinstance(config.state_layers, ConvolutionConfig) else "linear attention"
         has += " layers"
+    elif fills_blocks := config.blocks is not None:
+        has = "blocks of masked tokens"
     elif not config.uniform:
         has = "layers that differ in their heads, caches or inputs"
     elif config.experts is not None and of_own_layers:
@@ -264,7 +267,7 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
         "--report": recipe.report and not keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,
         "--device npu": recipe.device == DeviceChoice.NPU,
-        "--device gpu": recipe.device == DeviceChoice.GPU and keeps_states,
+        "--device gpu": recipe.device == DeviceChoice.GPU and (keeps_states or fills_blocks),
     }
     for choice in (name for name, is_asked in asked.items() if is_asked):
         raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")
@@ -285,7 +288,9 @@ def _write(
     if prepared is not None:
         content = replace(content, source=prepared.source, plan=prepared.plan)
     with bundle_written_whole(destination) as staging:
-        manifest, quality, notes = write_bundle(staging, content, progress, sample_text=prepared is None)
+        manifest, quality, notes = write_bundle(
+            staging, content, progress, sample_text=prepared is None and content.config.blocks is None
+        )
         report = None
         if head is not None:
             text = None if prepared is None else prepared.text

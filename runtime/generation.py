@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import ContextError, TemplateError
 from ..models.progress import Progress, silent
+from .blocks.block_decode import block_decode
+from .blocks.commit_rules import CommitRule
 from .decode import DecodeLimits, FinishReason, Step, decode
 from .graph.bound_graph import BoundGraph, ImagesOfText, Steering, keyed_ids
 from .graph.cache_shift import CacheShift
@@ -275,7 +277,8 @@ class Generation:
         """Make room in the full context and go on to decode; None if the answer ends here."""
         request, recorder = self._request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        special = (request.images, request.recording, request.search, self._readers or None)
+        blocks = self._sequence.bound.graph_io.blocks
+        special = (request.images, request.recording, request.search, self._readers or None, blocks)
         cannot = any(each is not None for each in special)
         ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
@@ -308,6 +311,9 @@ class Generation:
         log_softmax = (
             LogSoftmax(request.options.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
         )
+        if bound.graph_io.blocks is not None:
+            rule = CommitRule.of(request.options)
+            return block_decode(bound, token_ids, sampler, limits, rule, log_softmax, answer_length=answer_length)
         if isinstance(sampler, SearchSampler) and request.search is not None:
             steps = partial(search_steps, request.search, bound, token_ids, sampler, limits, log_softmax)
             return steps(self._constraint, answer_length=answer_length)

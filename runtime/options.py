@@ -15,6 +15,7 @@ from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
 from .arguments.search_options import SearchOptions
 from .arguments.steering_options import SteeringOptions
+from .blocks.commit_rules import BlockOptions
 from .graph.bound_graph import ImagesOfText
 from .kv.arena import shared_tokens
 from .overflow import Overflow
@@ -50,7 +51,7 @@ _LARGEST = 1e30
 
 @documented
 @dataclass(frozen=True)
-class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions):
+class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions):
     """Options of one answer. None takes the value of the model's generation_config.json, or else greedy decoding."""
 
     max_tokens: int | None = option(

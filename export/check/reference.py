@@ -51,6 +51,8 @@ _GEMMA = ("gemma2", "gemma3_text")
 _GRANITE = ("granite", "granitemoehybrid")
 _LANGUAGE_MODELS: Final = {"idefics3": "llama", "smolvlm": "llama"}
 """What the language models of families that see compute as."""
+_IN_BLOCKS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
+"""Families with block diffusion, and those that they compute like under the same mask."""
 _ADDING_ONE = (*_GEMMA, *DELTA_NETS)
 """Families whose norms scale by 1 + weight."""
 
@@ -106,6 +108,8 @@ def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model, which are nested in some multimodal models."""
     if config["model_type"] == "gemma3":
         return _gemma3_text(config)
+    if config["model_type"] in _IN_BLOCKS:
+        return {**config, "model_type": _IN_BLOCKS[config["model_type"]]}
     if config["model_type"] in ("mistral3", "qwen3_5", "qwen3_5_moe"):
         return {"tie_word_embeddings": False, **config, **config["text_config"]}
     if (kind := _LANGUAGE_MODELS.get(config["model_type"])) is not None:

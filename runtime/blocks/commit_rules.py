@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,14 @@ class Candidates(NamedTuple):
 class CommitRule(OptionRecord):
     """Says which candidates to keep. Where it keeps none, the one with the highest confidence is kept."""
 
-    purpose: ClassVar[str]
-    """What it does, in a phrase."""
-    source: ClassVar[str]
-    """The paper or program that describes it."""
-
     @abstractmethod
     def keeps(self, found: Candidates) -> Chosen:
         """Which candidates to keep: bool `[c]`."""
+
+    @staticmethod
+    def of(options: BlockOptions) -> CommitRule:
+        """The rule that options ask for."""
+        return options.block_rule if isinstance(options.block_rule, CommitRule) else Threshold()
 
     @staticmethod
     def parse(text: str) -> CommitRule:
@@ -79,11 +79,12 @@ def most_confident(found: Candidates, count: int) -> Chosen:
 
 @dataclass(frozen=True)
 class InOrder(CommitRule):
-    """The first candidates in the text. One at a time is the order of ordinary decoding."""
+    """The first candidates in the text. One at a time is the order of ordinary decoding.
+
+    Source: SDAR's sequential order.
+    """
 
     count: int = option(1, "Number of tokens that a pass keeps.", least=1, label="block rule: in-order N")
-    purpose = "keep the first N of a block"
-    source = "SDAR, sequential"
 
     def keeps(self, found: Candidates) -> Chosen:
         """The first ones."""
@@ -92,11 +93,12 @@ class InOrder(CommitRule):
 
 @dataclass(frozen=True)
 class Fixed(CommitRule):
-    """A fixed number of candidates, those with the highest confidence."""
+    """A fixed number of candidates, those with the highest confidence.
+
+    Source: LLaDA (arXiv 2502.09992), remasking by low confidence.
+    """
 
     count: int = option(1, "Number of tokens that a pass keeps.", least=1, label="block rule: fixed N")
-    purpose = "keep the N with the highest confidence"
-    source = "LLaDA (arXiv 2502.09992), low confidence remasking"
 
     def keeps(self, found: Candidates) -> Chosen:
         """The most confident ones."""
@@ -105,11 +107,12 @@ class Fixed(CommitRule):
 
 @dataclass(frozen=True)
 class Threshold(CommitRule):
-    """All candidates of at least some confidence."""
+    """All candidates of at least some confidence.
+
+    Source: Fast-dLLM (arXiv 2505.22618).
+    """
 
     least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: threshold P")
-    purpose = "keep all with a confidence of at least P"
-    source = "Fast-dLLM (arXiv 2505.22618)"
 
     def keeps(self, found: Candidates) -> Chosen:
         """Those that are confident enough."""
@@ -121,11 +124,11 @@ class Factor(CommitRule):
     """The n most confident candidates for the largest n with (n + 1)(1 - confidence of the n-th) below a factor.
 
     Under this bound the most likely tokens of the product of the distributions are those of the joint one.
+
+    Source: Fast-dLLM (arXiv 2505.22618), theorem 1.
     """
 
     factor: float = option(1.0, "The factor.", least=0, label="block rule: factor F")
-    purpose = "keep as many as the bound on their joint probability allows"
-    source = "Fast-dLLM (arXiv 2505.22618), theorem 1"
 
     def keeps(self, found: Candidates) -> Chosen:
         """As many as the bound allows."""
@@ -136,11 +139,12 @@ class Factor(CommitRule):
 
 @dataclass(frozen=True)
 class LowEntropy(CommitRule):
-    """All candidates of distributions with little entropy."""
+    """All candidates of distributions with little entropy.
+
+    Source: EB-Sampler (arXiv 2505.24857), position by position.
+    """
 
     most: float = option(0.3, "Largest entropy, in nats.", least=0, label="block rule: entropy H")
-    purpose = "keep all whose distribution has an entropy of at most H nats"
-    source = "EB-Sampler (arXiv 2505.24857), position by position"
 
     def keeps(self, found: Candidates) -> Chosen:
         """Those of certain distributions."""
@@ -149,11 +153,12 @@ class LowEntropy(CommitRule):
 
 @dataclass(frozen=True)
 class TotalLoss(CommitRule):
-    """The most confident candidates as long as their negative log-probabilities stay within a budget together."""
+    """The most confident candidates as long as their negative log-probabilities stay within a budget together.
+
+    Source: Early termination by total loss.
+    """
 
     nats: float = option(0.3, "Largest sum of negative log-probabilities, in nats.", least=0, label="block rule: nll B")
-    purpose = "keep the most confident within B nats of negative log-probability together"
-    source = "early termination by total loss"
 
     def keeps(self, found: Candidates) -> Chosen:
         """Those within the budget."""
@@ -163,11 +168,12 @@ class TotalLoss(CommitRule):
 
 @dataclass(frozen=True)
 class Prophet(CommitRule):
-    """All candidates at once, as soon as the two best logits are far enough apart on average; before, one at a time."""
+    """All candidates at once, as soon as the two best logits are far enough apart on average; before, one at a time.
+
+    Source: Prophet (arXiv 2508.19982).
+    """
 
     scale: float = option(1.0, "Factor on the published gaps.", least=0, label="block rule: prophet S")
-    purpose = "keep all at once when the two best logits are far apart; else one"
-    source = "Prophet (arXiv 2508.19982)"
 
     def keeps(self, found: Candidates) -> Chosen:
         """All, or the most confident one."""
@@ -178,13 +184,14 @@ class Prophet(CommitRule):
 
 @dataclass(frozen=True)
 class LocalLeap(CommitRule):
-    """Confident candidates, and less confident ones near them."""
+    """Confident candidates, and less confident ones near them.
+
+    Source: LocalLeap (arXiv 2510.07081).
+    """
 
     anchor: float = option(0.9, "Least confidence of an anchor.", least=0, most=1, label="block rule: local-leap P")
     radius: int = option(4, "Distance from an anchor in tokens.", least=0, label="block rule: local-leap W")
     near: float = option(0.75, "Least confidence near an anchor.", least=0, most=1, label="block rule: local-leap Q")
-    purpose = "keep all with a confidence of at least P, and within W tokens of them those of at least Q"
-    source = "LocalLeap (arXiv 2510.07081)"
 
     def keeps(self, found: Candidates) -> Chosen:
         """Anchors and their neighbours."""
@@ -196,12 +203,13 @@ class LocalLeap(CommitRule):
 
 @dataclass(frozen=True)
 class Stable(CommitRule):
-    """Candidates that have stayed the same, and are not unlikely."""
+    """Candidates that have stayed the same, and are not unlikely.
+
+    Source: R2-dLLM's stable tokens.
+    """
 
     passes: int = option(2, "Passes with the same candidate.", least=1, label="block rule: stable N")
     least: float = option(0.5, "Least confidence.", least=0, most=1, label="block rule: stable P")
-    purpose = "keep what was the candidate in N passes one after another, with a confidence of at least P"
-    source = "R2-dLLM, stable tokens"
 
     def keeps(self, found: Candidates) -> Chosen:
         """The steady ones."""
@@ -219,7 +227,6 @@ COMMIT_RULES: Final[dict[str, type[CommitRule]]] = {
     "local-leap": LocalLeap,
     "stable": Stable,
 }
-DEFAULT_RULE: Final = Threshold()
 
 
 @dataclass(frozen=True)

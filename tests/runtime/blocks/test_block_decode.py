@@ -18,6 +18,9 @@ import pytest
 import edgerun
 from edgerun import Engine, InputError
 from edgerun.edge.server.server_settings import ServerSettings
+from edgerun.export import ExportRecipe
+from edgerun.export.recipe import DeviceChoice
+from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.blocks.block_decode import block_decode
 from edgerun.runtime.blocks.commit_rules import COMMIT_RULES, Candidates, CommitRule, most_confident
 from edgerun.runtime.decode import DecodeLimits, FinishReason
@@ -26,6 +29,7 @@ from support.block_models import FAMILIES, NaiveBlocks, write_block_model
 from support.chi_square import expect_distribution
 from support.commands import fails, json_of
 from support.serving import CHAT, chat_body, served_here
+from support.tiny_models import exported
 
 OPTIONS: dict[str, Any] = {"raw": True, "max_tokens": 21, "ignore_eos": True}
 PROMPT = "the sea and the sand"
@@ -223,3 +227,14 @@ def test_what_does_not_go_with_the_kind_of_model_is_refused(
             engine.generate(PROMPT, block_rule=rule)
     assert "generates token by token" in fails(capsys, "run", "-p", "a", "--block-rule", "fixed:2")
     assert set(COMMIT_RULES) >= {rule.partition(":")[0] for rule in RULES}
+
+
+def test_an_export_refuses_what_reads_text_in_order(tmp_path: Path) -> None:
+    write_block_model(tmp_path)
+    for recipe, choice in (
+        (ExportRecipe(device=DeviceChoice.NPU), "--device npu"),
+        (ExportRecipe(layout=GraphLayout.GENAI), "--layout genai"),
+        (ExportRecipe(report=True), "--report"),
+    ):
+        with pytest.raises(InputError, match=f"^{choice}: not supported for sdar models, which have blocks"):
+            exported(tmp_path / "checkpoint", tmp_path / "other", recipe)
