@@ -355,8 +355,7 @@ class Request:
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of the answer's tokens are computed."""
         options = self.options
-        shown = options.logprobs is not None or options.lossy is not None
-        return options.ranked or shown or options.least_confidence > 0
+        return options.ranked or options.least_confidence > 0 or (options.logprobs, options.lossy) != (None, None)
 
     def kept_tokens(self, token_ids: Sequence[int]) -> int:
         """Number of tokens at the beginning of the answered sequence whose slots are to be kept on disk."""
