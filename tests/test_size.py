@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (15_374, 130, 269),
     "export": (15_244, 132, 179),
-    "runtime": (22_854, 217, 376),
+    "runtime": (22_853, 217, 376),
     "models": (3_265, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_769, "runtime.engine": 23_752, "edge.cli.run": 24_820}
+CLOSURES = {"runtime.decode": 3_769, "runtime.engine": 23_751, "edge.cli.run": 24_819}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
