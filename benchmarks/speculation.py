@@ -171,7 +171,6 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
-    parser.add_argument("--reports", type=Path, metavar="DIR", help="folder for an HTML report of each recording")
     return parser
 
 
@@ -242,21 +241,11 @@ def measure_shape(
             gains[key] = replay.gains(found, variants)
             show(console, result)
             console.print(f"{result.conditions.conversations} of {replay.conversations} conversations measured")
-            if options.reports:
-                write(options.reports, f"{shape}-{recording.file}", result)
 
 
 def gains_json(gains: Mapping[str, ModeResult]) -> dict[str, Any]:
     """Gains as plain values."""
     return {name: mode.to_json() for name, mode in gains.items()}
-
-
-def write(folder: Path, name: str, result: BenchResult) -> None:
-    """Write one HTML report."""
-    from edgerun.edge.bench.plots import write_report  # noqa: PLC0415  matplotlib is needed for reports only
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_report(folder / f"{Path(name).stem}.html", result)
 
 
 def mapping(key: tuple[str, str], result: BenchResult) -> dict[str, Any]:

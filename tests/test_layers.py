@@ -18,7 +18,6 @@ ONLY_IN = {
     "onnxruntime": ("runtime/graph/", "runtime/devices/", "export/check/", "runtime/kv/device_buffers.py"),
     "onnx": ("export/",),
     "huggingface_hub": ("models/hub/client.py",),
-    "matplotlib": ("edge/bench/",),
     "mcp": ("edge/tools/",),
     "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/", "edge/tools/"),
     "torch": ("export/draft_training/",),

@@ -1,5 +1,5 @@
 """Compares plain and speculative decoding, over prompts or a recording.
 
 `prompt_sets` reads conversations, `runner` measures them, `ratios` compares the modes, `bench_result` holds the
-outcome; `table` and `plots` present it.
+outcome; `table` presents it.
 """

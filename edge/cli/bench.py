@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ...errors import InputError, missing_extra
+from ...errors import InputError
 from ...models.pairing import find_draft
 from ...models.progress import ProgressDisplay
 from ...runtime.arguments.argument_types import option
@@ -75,9 +75,6 @@ class BenchOptions:
     prompt_tokens: int | None = option(
         None, "Tokens of every prompt, with --clients.", metavar="N", least=1, unset="512, or what the context allows"
     )
-    report: Path | None = option(
-        None, "Write tables and plots to this .html file, or the plots to this .png file.", metavar="FILE"
-    )
 
 
 _BENCH: Final = OptionsOf(BenchOptions())
@@ -94,7 +91,7 @@ def bench(
     Prints the ratio of the speeds with its interval, or why the measurement gives none, then tables by category and by
     drafter; with --json, one JSON object. Speeds are decoding rates after the first token.
 
-    Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5 --report bench.html
+    Example: edge-run bench my-model --prompts spec_bench.jsonl --limit 5
 
     With --clients it measures instead how one engine serves several requests at a time. In each of three turns every
     client makes two requests, one after the other. Prompts have equal lengths and different texts, answers go on after
@@ -108,7 +105,6 @@ def bench(
     from ..bench.runner import BenchSettings, parse_turns
     from ..bench.table import show
 
-    _check_report(options)
     settings = BenchSettings(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
         parse_turns(options.turns),
@@ -122,10 +118,6 @@ def bench(
         write_json(result.to_json())
     else:
         show(SafeConsole(), result)
-    if options.report is not None:
-        from ..bench.plots import write_report
-
-        write_report(options.report, result)
 
 
 def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions) -> BenchResult:
@@ -224,22 +216,3 @@ def _conversations(
     if not conversations:
         raise InputError(f"--turns {options.turns} selects no turn of {source}", "give another range")
     return conversations, source
-
-
-def _check_report(options: BenchOptions) -> None:
-    """Check before the measurement that its report can be written.
-
-    Raises:
-        InputError: it cannot.
-    """
-    path = options.report
-    if path is None:
-        return
-    if path.suffix.lower() not in (".html", ".htm", ".png"):
-        raise InputError(f"--report {path.name} is neither .html nor .png", "end the name in .html or .png")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"--report {path} cannot be written", "name a file in a folder that exists")
-    if options.clients and path.suffix.lower() != ".png":
-        raise InputError("with --clients the report is a picture", "end its name in .png")
-    with missing_extra("a report", "bench"):
-        from ..bench.plots import write_report  # noqa: F401

@@ -107,7 +107,7 @@ class _Guided(ReaderStage):
                 return logits
         # A constant changes no probability, and normalizing takes a tenth of a small model's pass.
         other = np.maximum(others - others.max(), np.float32(LEAST))
-        scores = logits - logits.max()
+        scores: Logits = logits - logits.max()
         scores -= other
         scores *= np.float32(self._guidance)
         scores += other

@@ -6,8 +6,6 @@ import dataclasses
 import io
 import json
 import math
-import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -213,25 +211,3 @@ def test_a_note_says_that_modes_learned_from_each_other() -> None:
 
     assert "measure one mode a run" in notes("recycle", "recycle")
     assert "measure one mode a run" not in notes("recycle", "suffix")
-
-
-def test_the_report_is_one_self_contained_page(tmp_path: Path) -> None:
-    report = pytest.importorskip("edgerun.edge.bench.plots", reason="needs matplotlib")
-    path = tmp_path / "report.html"
-    path.write_text("an older one", encoding="utf-8")
-    report.write_report(path, result([turn("a & b", 0, 1.0, 0.5), turn("c", 1, 1.0, 2.0)], replay=True))
-    assert list(tmp_path.iterdir()) == [path]
-    text = path.read_text(encoding="utf-8")
-    assert text.count("<svg") == 4
-    assert re.findall(r"<(?:script|link|iframe|img)\b", text) == []
-    links, ids = re.findall(r'\b(?:src|href|srcset)="([^"]*)"', text), re.findall(r'\bid="([^"]*)"', text)
-    assert len(set(ids)) == len(ids)
-    assert set(links) <= {f"#{id_}" for id_ in ids}
-    assert "a &lt;b&gt;model&lt;/b&gt;" in text
-    assert "<b>model" not in text
-    assert "Replay: the tokens are those of a recording" in text
-    assert not re.search("|".join(report.LIGHT), text.split("</style>")[1]), "colours are variables"
-    assert all(f"var(--plot-{number})" in text for number in range(3))
-    assert "prefers-color-scheme: dark" in text
-    report.write_report(path.with_suffix(".PNG"), result([turn("a", 0, 1.0, 0.5)]))
-    assert path.with_suffix(".PNG").read_bytes().startswith(b"\x89PNG")

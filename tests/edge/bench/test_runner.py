@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from edgerun.errors import ContextError, InputError
 from edgerun.runtime.options import GenerateOptions
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.replay import OracleMode
-from support.commands import Capture, Patch, fails
+from support.commands import Capture, fails
 
 AUTO = DecodingMode("auto", Speculation.AUTO)
 ORACLE = DecodingMode("oracle", Speculation.AUTO, oracle_mode=OracleMode.RIGHT)
@@ -174,23 +173,11 @@ def test_bad_usage_is_a_one_line_error(tiny_bundle: Path, tmp_path: Path, capsys
     assert "--turns 2 selects no turn of prompts.jsonl" in second
     assert "give all, a number" in fails(capsys, "bench", tiny_bundle, "--turns", "two")
     assert "there is no drafter 'magic'" in fails(capsys, "bench", tiny_bundle, "--spec", "magic")
-    for name, hint in (("report.pdf", "end the name in .html or .png"), ("no/a.html", "name a file in a folder that")):
-        assert hint in fails(capsys, "bench", tiny_bundle, "--report", tmp_path / name)
     assert "cannot be read" in fails(capsys, "bench", tiny_bundle, "--prompts", tmp_path / "nothing")
     assert "does not exist" in fails(capsys, "bench", tmp_path / "nothing", "--prompts", path)
     assert "greater than or equal to 2" in fails(capsys, "bench", tiny_bundle, "-n", 1)
     short = recording(tmp_path, "a")
     assert "no answer had a second token" in fails(capsys, "bench", tiny_bundle, "--replay", short)
-
-
-def test_a_report_is_written(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("matplotlib", reason="needs the bench extra")
-    path = tmp_path / "report.html"
-    bench(capsys, tiny_bundle, "--replay", recording(tmp_path, REPEATING), "--report", path)
-    assert "<svg" in path.read_text(encoding="utf-8")
-    picture = tmp_path / "clients.png"
-    bench(capsys, tiny_bundle, "--clients", 2, "-n", 4, "--prompt-tokens", 8, "--report", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_clients_at_a_time_are_measured(tiny_bundle: Path, capsys: Capture) -> None:
@@ -210,20 +197,7 @@ def test_clients_at_a_time_are_measured(tiny_bundle: Path, capsys: Capture) -> N
     for changes, message in (
         (("--turns", "2"), "--clients and --turns exclude each other"),
         (("--spec", "off", "--spec", "auto"), "--clients takes one --spec"),
-        (("--report", "report.html"), "with --clients the report is a picture; end its name in .png"),
         (("-n", 100_000), "do not fit the context of"),
     ):
         assert message in fails(capsys, "bench", *options, *changes)
     assert "without --clients" in fails(capsys, "bench", *options[:3])
-
-
-def test_without_matplotlib_only_a_report_is_refused(
-    tiny_bundle: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    monkeypatch.delitem(sys.modules, "edgerun.edge.bench.plots", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    replay = recording(tmp_path, REPEATING)
-    assert "a report needs the package matplotlib" in fails(
-        capsys, "bench", tiny_bundle, "--report", tmp_path / "a.html"
-    )
-    bench(capsys, tiny_bundle, "--replay", replay)
