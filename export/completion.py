@@ -111,7 +111,7 @@ def complete_bundle(
         search=[] if model.allocation is None else [SearchStep(*each) for each in model.allocation.history],
         seconds=time.perf_counter() - started,
         machine=describe_machine(),
-        notes=[*filter(None, (*_notes(plan), *model.notes, cache_note, draft_note))],
+        notes=[*filter(None, (*model.notes, cache_note, draft_note))],
     )
     if recipe.mixed:
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
@@ -129,15 +129,6 @@ def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[
     model.evaluator.release()
     progress(_STAGE, 0.5)
     return quality, shipped
-
-
-def _notes(plan: QuantPlan) -> list[str]:
-    """Note on the low-rank corrections of a plan, if it has any."""
-    ranks = sorted(each.rank for each in plan.values() if each.rank)
-    if not ranks:
-        return []
-    sizes = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks {ranks[0]} to {ranks[-1]}"
-    return [f"{len(ranks)} {'linears have' if len(ranks) > 1 else 'linear has'} a low-rank correction of {sizes}."]
 
 
 def _sensitivities(
@@ -184,8 +175,7 @@ def _plans(
             return [replace(chosen, kl=quality.mean_kl)]
         return [chosen, *uncalibrated.round_to_nearest(list(used))]
     measured = (each.weight_format for known in allocation.sensitivities.values() for each in known)
-    # Only some linears can have a low-rank correction, so a uniform plan has none.
-    formats = [each for each in {(each, each.method): each for each in measured}.values() if not each.rank]
+    formats = list({(each, each.method): each for each in measured}.values())
     calibrated = PlanComparison(config, divergence, times, progress)
     return [
         chosen,

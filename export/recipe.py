@@ -36,7 +36,7 @@ OWN_MODULE: Final = "mtp"
 """Values of `draft` for none, and for the multi-token-prediction module of the checkpoint itself."""
 DraftTokens = int | str | None
 """A number of tokens of a draft's LM head; `auto` for the fastest one, `all`, or None for the default."""
-_OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "low_rank", "bandwidth")
+_OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "bandwidth")
 
 
 class WeightChoice(StrEnum):
@@ -156,7 +156,6 @@ class ExportRecipe:
     time_limit: float | None = option(
         None, "Mixed weights: time limit of the search, in minutes.", metavar="MINUTES", least=0, unset="10"
     )
-    low_rank: bool = option(False, "Mixed weights: add low-rank corrections (QERA) to 2-bit linears where they pay.")
     bandwidth: float | None = option(
         None,
         "Mixed weights: memory bandwidth of another machine whose speed the report predicts.",

@@ -81,8 +81,6 @@ class WeightFormat:
     """Whether each block has a zero point; if not, the middle code stands for 0."""
     half_scales: bool = False
     """Whether scales are stored in float16. The graph converts them to float32 once, when it is loaded."""
-    rank: WholeNumber = 0
-    """Rank of the 8-bit low-rank correction that is added to the weights; 0 for none."""
     method: Method | None = field(default=None, compare=False)
     """Method by which codes and scales were chosen; not part of the storage format. None for float weights and for
     codes that came with the model (in older bundles also for rounding to nearest)."""
@@ -91,7 +89,6 @@ class WeightFormat:
         if self.bits == 32:
             return "fp32"
         marks = {"+offsets": self.offsets, "+zero-points": self.zero_points, "+half-scales": self.half_scales}
-        marks[f"+rank{self.rank}"] = self.rank > 0
         return f"int{self.bits}/{self.block}" + "".join(mark for mark, has in marks.items() if has)
 
 
@@ -182,7 +179,7 @@ class Manifest:
             for variant in data["variants"]
         ]
         optional = ("calibration", "quality", "bits_per_weight_read", "draft", "variants")
-        of_format = ("offsets", "zero_points", "half_scales", "rank", "method")
+        of_format = ("offsets", "zero_points", "half_scales", "method")
         for section, names in ((data, optional), *((each, of_format) for each in data["weights"].values())):
             for name in names:
                 if not section[name]:

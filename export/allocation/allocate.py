@@ -205,7 +205,7 @@ def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> 
 
 
 def _formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
-    return format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales, recipe.low_rank)
+    return format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales)
 
 
 def plan_sensitivities(

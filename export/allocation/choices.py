@@ -94,30 +94,8 @@ def linear_choices(
             FormatOption(weight_format, tuple(costs.of(linear, weight_format) for costs in measures), divergence)
             for weight_format, divergence in sensitivities[linear.name]
         ]
-        found.append(LinearChoice(linear.name, pareto_options(without_dominated_corrections(options))))
+        found.append(LinearChoice(linear.name, pareto_options(options)))
     return tuple(found)
-
-
-def without_dominated_corrections(options: Sequence[FormatOption]) -> list[FormatOption]:
-    """Remove the options with a low-rank correction that do not beat those without one at equal cost.
-
-    An option with a correction has to lie below the line between any two options without one. Of two linears that are
-    equally sensitive, one may take the dearer option and the other the cheaper one, which costs as much as both taking
-    an option halfway between, and has the divergence that the line gives.
-    """
-    plain = sorted((each.costs[0], each.divergence) for each in options if not each.weight_format.rank)
-    return [each for each in options if not each.weight_format.rank or not _dominated(each, plain)]
-
-
-def _dominated(option: FormatOption, plain: Sequence[tuple[float, float]]) -> bool:
-    """Whether an option is no better than a plain one that costs at most as much, or than the line between two."""
-    cost, divergence = option.costs[0], option.divergence
-    cheaper = [each for each in plain if each[0] <= cost]
-    if any(known <= divergence for _, known in cheaper):
-        return True
-    dearer = [each for each in plain if each[0] > cost]
-    shares = ((one, other, (cost - one[0]) / (other[0] - one[0])) for one in cheaper for other in dearer)
-    return any(one[1] + share * (other[1] - one[1]) <= divergence for one, other, share in shares)
 
 
 def pareto_options(options: Iterable[FormatOption]) -> tuple[FormatOption, ...]:

@@ -22,7 +22,7 @@ from ...models.regular_file import os_errors_as, read_regular
 from ...models.user_text import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
+from ..checkpoint.layout import fused_linears
 
 BASE_FORMATS: Final = tuple(
     WeightFormat(bits, block)
@@ -30,13 +30,6 @@ BASE_FORMATS: Final = tuple(
 )
 """Bits and block sizes to choose from. 2 bits in blocks of 32 are left out: they read 4 bits per weight and are slower
 than 4 bits in blocks of 32."""
-LOW_RANK_FORMATS: Final = tuple(
-    replace(weight_format, rank=rank)
-    for weight_format in BASE_FORMATS
-    if weight_format.bits == 2
-    for rank in (16, 32, 64)
-)
-"""Formats with a low-rank correction, candidates only where corrections are allowed."""
 EMBEDDING_LINEAR: Final = "embedding"
 HEAD_LINEAR: Final = "head"
 _FORMATS: Final = {
@@ -44,12 +37,11 @@ _FORMATS: Final = {
     for each in (
         WeightFormat(32),
         *(
-            WeightFormat(bits, block, zero_points=points, half_scales=half, rank=rank)
+            WeightFormat(bits, block, zero_points=points, half_scales=half)
             for bits in (2, 4, 8)
             for block in (32, 64, 128)
             for points in (False, True)
             for half in (False, True)
-            for rank in ((0, 16, 32, 64) if bits == 2 else (0,))
         ),
     )
 }
@@ -62,7 +54,7 @@ _HINT: Final = "give a TOML file with a [linears] table"
 
 
 def format_candidates(
-    methods: Mapping[int, Method], zero_points: bool = False, half_scales: bool = False, low_rank: bool = False
+    methods: Mapping[int, Method], zero_points: bool = False, half_scales: bool = False
 ) -> tuple[WeightFormat, ...]:
     """List the candidates: every base format with the quantization method for its number of bits.
 
@@ -70,11 +62,10 @@ def format_candidates(
         methods: Quantization method by bits.
         zero_points: Whether to add versions with zero points.
         half_scales: Whether all scales are stored in float16.
-        low_rank: Whether to add 2-bit formats with a low-rank correction.
     """
     return tuple(
         replace(base, method=methods[base.bits], zero_points=with_points, half_scales=half_scales)
-        for base in (*BASE_FORMATS, *(LOW_RANK_FORMATS if low_rank else ()))
+        for base in BASE_FORMATS
         for with_points in ((False, True) if zero_points else (False,))
     )
 
@@ -82,16 +73,14 @@ def format_candidates(
 def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     """Whether a linear can be stored in a format.
 
-    Only linears inside layers can have a low-rank correction, of at most their own rank: the embedding is read by row
-    and not multiplied, and the head may be the embedding's matrix. The operator of experts has neither corrections nor
-    zero points nor float16 scales, and its blocks divide the columns of both its linears.
+    The operator of experts has neither zero points nor float16 scales, and its blocks divide the columns of both its
+    linears.
     """
-    if linear.experts:
-        plain = not (weight_format.rank or weight_format.zero_points or weight_format.half_scales)
-        both = (linear, linear.paired or linear)
-        return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
-    outer = linear.name in (EMBEDDING_LINEAR, PER_LAYER_EMBEDDING, HEAD_LINEAR)
-    return not weight_format.rank or (not outer and weight_format.rank <= min(linear.shape))
+    if not linear.experts:
+        return True
+    plain = not (weight_format.zero_points or weight_format.half_scales)
+    both = (linear, linear.paired or linear)
+    return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
 
 
 def planned_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
@@ -160,9 +149,7 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
     plan = {name: _parsed(file, name, value) for name, value in table.items()}
     for name, weight_format in plan.items():
         if not is_allowed(known[name], weight_format):
-            hint = "give a rank only to linears inside layers, and no larger than their smaller dimension"
-            if known[name].experts:
-                hint = "give experts blocks that divide their columns, without zero points, float16 scales and ranks"
+            hint = "give experts blocks that divide their columns, without zero points and float16 scales"
             raise InputError(f"{file} gives {name} the format {weight_format}, which it cannot have", hint)
     for linear in known.values():
         other = linear.paired
@@ -201,8 +188,7 @@ def _parsed(file: Path, name: str, value: object) -> WeightFormat:
     if weight_format is None or (method.strip() and (chosen is None or weight_format.bits == 32)):
         raise InputError(
             f"{file} gives {name} the unknown format {shown(value)}",
-            'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128; for 2 bits also '
-            '"int2/64+rank32", of rank 16, 32 or 64',
+            'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128',
         )
     return replace(weight_format, method=chosen)
 

@@ -102,7 +102,7 @@ class LinearTimes:
         """A JSON object that `from_json` reads."""
         linears: dict[str, dict[str, Times]] = {}
         for (kind, timed), times in self.linears.items():
-            linears.setdefault(kind, {})[f"{timed.bits}/{timed.block}" + f"/{timed.rank}" * (timed.rank > 0)] = times
+            linears.setdefault(kind, {})[f"{timed.bits}/{timed.block}"] = times
         return {"linears": linears, "overhead": self.overhead}
 
     @classmethod
@@ -116,8 +116,8 @@ class LinearTimes:
             linears = {}
             for kind, formats in data["linears"].items():
                 for text, times in formats.items():
-                    bits, block, *rank = map(int, text.split("/"))
-                    linears[str(kind), WeightFormat(bits, block, rank=sum(rank))] = _parsed_times(times)
+                    bits, block = map(int, text.split("/"))
+                    linears[str(kind), WeightFormat(bits, block)] = _parsed_times(times)
             return cls(config, linears, _parsed_times(data["overhead"]))
         except (KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"not times of linears: {error}") from error
@@ -267,12 +267,12 @@ def linear_kind(linear: str) -> str:
 
 
 def timed_format(weight_format: WeightFormat) -> WeightFormat:
-    """The part of a format that its time depends on: bits, block size and rank.
+    """The part of a format that its time depends on: bits and block size.
 
     The method and the kind of scales do not matter; zero points are packed into the sums of blocks, which are read in
     any case.
     """
-    return WeightFormat(weight_format.bits, weight_format.block, rank=weight_format.rank)
+    return WeightFormat(weight_format.bits, weight_format.block)
 
 
 def interpolated(times: Times, width: int) -> float:

@@ -2,8 +2,7 @@
 
 ONNX Runtime repacks a quantized matrix for the processor when it is loaded: the codes of every block, the last block of
 a row padded, and 8 bytes for each block, its scale and its sum. That is bits + 64 / block bits per weight where the
-blocks divide the row. Zero points are part of the sum and cost nothing. The factors of a low-rank correction are two
-further matrices of 8 bits.
+blocks divide the row. Zero points are part of the sum and cost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, fused_linears
-from ..quantization.codes import FACTOR_FORMAT, OFFSETS, blocks_of
+from ..quantization.codes import OFFSETS, blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
@@ -47,7 +46,7 @@ def plan_cost(plan: Mapping[str, WeightFormat], costs: Costs, config: DecoderCon
 
 
 def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
-    """Bytes of a linear that a pass reads, packed for x86, offsets and low-rank factors included.
+    """Bytes of a linear that a pass reads, packed for x86, offsets included.
 
     A pass reads only one row of an embedding for each token, which is negligible, so the embedding's size in the file
     and in memory is counted instead. All experts are counted, and with a linear of theirs the one paired with it.
@@ -59,14 +58,12 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
         return 4 * rows * columns
     if linear.name == EMBEDDING_LINEAR:
         return _stored_bytes(rows, columns, weight_format)
-    down = _packed_bytes(weight_format.rank, columns, FACTOR_FORMAT)
-    up = _packed_bytes(rows, weight_format.rank, FACTOR_FORMAT)
     offsets = _packed_bytes(rows, blocks_of(columns, weight_format), OFFSETS) if weight_format.offsets else 0
-    return _packed_bytes(rows, columns, weight_format) + offsets + down + up
+    return _packed_bytes(rows, columns, weight_format) + offsets
 
 
 def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head: bool) -> int:
-    """Bytes of a linear in the file, low-rank factors included.
+    """Bytes of a linear in the file.
 
     Zero points of an embedding take a byte each there, and the zero points of a tied head are stored in both ways.
 
@@ -82,8 +79,6 @@ def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head:
     if weight_format.bits == 32:
         return 4 * rows * columns
     stored = _stored_bytes(rows, columns, weight_format)
-    stored += _stored_bytes(weight_format.rank, columns, FACTOR_FORMAT)
-    stored += _stored_bytes(rows, weight_format.rank, FACTOR_FORMAT)
     if weight_format.zero_points and (linear.name == EMBEDDING_LINEAR or (tied_head and linear.name == HEAD_LINEAR)):
         stored += rows * blocks_of(columns, weight_format)
         if linear.name == EMBEDDING_LINEAR:

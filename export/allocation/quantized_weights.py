@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -27,14 +26,13 @@ from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import (
     Float32Array,
-    LowRankFactors,
     ModelSource,
     QuantizedRows,
     RowRange,
     in_order,
     joined_rows,
 )
-from ..quantization.codes import InputStatistics, StatisticsOf, correction_factors, dequantized
+from ..quantization.codes import InputStatistics, StatisticsOf, dequantized
 from ..quantization.methods import QUANTIZERS
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
@@ -60,8 +58,7 @@ class QuantizedLinearStore(ModelSource):
             source: The model's tensors; the same whenever the folder is used.
             config: The model's numbers.
             folder: Folder of the store; created if necessary.
-            statistics: Returns the statistics of a linear's inputs; None to quantize linears as the source does, and to
-                weight all inputs alike in a low-rank correction.
+            statistics: Returns the statistics of a linear's inputs; None to quantize linears as the source does.
         """
         super().__init__(source)
         self.statistics = statistics
@@ -86,16 +83,6 @@ class QuantizedLinearStore(ModelSource):
         folder = self._folder_of(linear, weight_format)
         if weight_format.bits == 32 or folder.is_dir():
             return
-        if weight_format.rank:  # the codes are shared with the format without a rank
-            plain = replace(weight_format, rank=0)
-            self.make(linear, plain, target)
-            weights, inputs = target or (self._own_weights(linear), self._inputs(linear.name))
-            if inputs is None:
-                ones = np.ones(linear.columns, np.float32)
-                inputs = InputStatistics(ones, ones)
-            error = weights - self.weights(linear, plain)
-            _save(folder, correction_factors(error, inputs, weight_format)._asdict())
-            return
         ranges = (rows for name in linear.weights for rows in self.row_ranges(name))
         with _BLAS.limit(limits=1, user_api="blas"):
             pieces = list(in_order(lambda rows: self._new_rows(rows, weight_format, target), ranges))
@@ -105,9 +92,6 @@ class QuantizedLinearStore(ModelSource):
         """All rows of a quantized linear, memory-mapped; quantized first if necessary."""
         self.make(linear, weight_format)
         folder = self._folder_of(linear, weight_format)
-        if weight_format.rank:
-            mapped = (map_array(folder / f"{name}.npy") for name in LowRankFactors._fields)
-            return self.whole(linear, replace(weight_format, rank=0))._replace(factors=LowRankFactors(*mapped))
         files = (folder / f"{name}.npy" for name in QuantizedRows._fields)
         arrays: dict[str, Any] = {file.stem: map_array(file) for file in files if file.is_file()}
         return QuantizedRows(**arrays)
@@ -124,10 +108,7 @@ class QuantizedLinearStore(ModelSource):
             return self._source.quantized(rows, weight_format)
         linear, first = self._places[rows.name]
         part = slice(first + rows.start, first + rows.stop)
-        arrays: tuple[Any, ...] = self.whole(linear, weight_format)
-        own: list[Any] = [None if each is None else each[part] for each in arrays[:-1]]
-        if (factors := arrays[-1]) is not None:
-            own.append(factors._replace(up_codes=factors.up_codes[part], up_scales=factors.up_scales[part]))
+        own: list[Any] = [None if each is None else each[part] for each in self.whole(linear, weight_format)]
         return QuantizedRows(*own)
 
     def _new_rows(self, rows: RowRange, weight_format: WeightFormat, target: Target | None) -> QuantizedRows:

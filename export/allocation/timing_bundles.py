@@ -24,14 +24,12 @@ from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import expected_tensors, layer_layout
 from ..checkpoint.source import (
     Float32Array,
-    LowRankFactors,
     ModelSource,
     QuantizedRows,
     RowRange,
-    UInt8Array,
     ranges_of_rows,
 )
-from ..quantization.codes import FACTOR_FORMAT, blocks_of
+from ..quantization.codes import blocks_of
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, is_allowed
 
 _CONTEXT: Final = 1024
@@ -81,7 +79,7 @@ def uniform_bundles(config: DecoderConfig, formats: Sequence[WeightFormat]) -> l
     largest: dict[int, WeightFormat] = {}
     for each in formats:
         known = largest.get(each.bits)
-        if not each.rank and (known is None or known.block < each.block):
+        if known is None or known.block < each.block:
             largest[each.bits] = each
     layers = max(2, _layers_of_all_kinds(config), int(_LARGE_UNIFORM_MODEL * config.layers / _layer_weights(config)))
     layers = min(config.layers, layers)
@@ -111,8 +109,7 @@ def _bundle(
     The head is tied, whatever the model's is: that saves writing a matrix and takes the same time.
     """
     short = replace(config.first_layers(layers), tied_head=True)
-    outer = replace(formats[first], rank=0)
-    plan = {EMBEDDING_LINEAR: outer, HEAD_LINEAR: outer}
+    plan = {EMBEDDING_LINEAR: formats[first], HEAD_LINEAR: formats[first]}
     for index in range(layers):
         for place, linear in enumerate(layer_layout(short, index).linears):
             number = (index + place + first) % (cycle or len(formats))
@@ -123,15 +120,10 @@ def _bundle(
 
 
 def _timed_format(linear: FusedLinear, formats: Sequence[WeightFormat], first: int) -> WeightFormat:
-    """The first of the formats from index `first` on, without their corrections if need be, that a linear can have."""
-    if linear.exact:
-        return WeightFormat(32)
-    for number in range(len(formats)):
-        weight_format = formats[(first + number) % len(formats)]
-        for each in (weight_format, replace(weight_format, rank=0)):
-            if is_allowed(linear, each):
-                return each
-    return WeightFormat(32)
+    """The first of the formats from index `first` on that a linear can have."""
+    in_turn = (formats[(first + number) % len(formats)] for number in range(len(formats)))
+    allowed = (each for each in in_turn if is_allowed(linear, each) and not linear.exact)
+    return next(allowed, WeightFormat(32))
 
 
 class _RandomSource(ModelSource):
@@ -159,23 +151,10 @@ class _RandomSource(ModelSource):
         # Each part has its own generator: they are made on several threads, and must differ, since ONNX Runtime packs
         # equal matrices once and would read them from a cache.
         generator = np.random.default_rng((crc32(rows.name.encode()), rows.start))
-        factors = None
-        if weight_format.rank:
-            factors = LowRankFactors(
-                *_random_codes(generator, weight_format.rank, columns, FACTOR_FORMAT),
-                *_random_codes(generator, count, weight_format.rank, FACTOR_FORMAT),
-            )
-        return QuantizedRows(*_random_codes(generator, count, columns, weight_format), factors=factors)
+        shape = count, blocks_of(columns, weight_format)
+        codes = generator.integers(0, 256, (*shape, weight_format.block * weight_format.bits // 8), np.uint8)
+        return QuantizedRows(codes, np.full(shape, _MAGNITUDE / (1 << weight_format.bits - 1), np.float32))
 
     def _normal(self, shape: tuple[int, ...]) -> Float32Array:
         values: Float32Array = self._generator.standard_normal(shape, np.float32) * _MAGNITUDE
         return values
-
-
-def _random_codes(
-    generator: np.random.Generator, rows: int, columns: int, weight_format: WeightFormat
-) -> tuple[UInt8Array, Float32Array]:
-    """Random codes and constant scales of a matrix."""
-    shape = rows, blocks_of(columns, weight_format)
-    codes = generator.integers(0, 256, (*shape, weight_format.block * weight_format.bits // 8), np.uint8)
-    return codes, np.full(shape, _MAGNITUDE / (1 << weight_format.bits - 1), np.float32)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..allocation.allocate import Allocation, cost_measures, require_feasible, search_plan
-from ..allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, planned_linears, read_plan
+from ..allocation.format_candidates import BASE_FORMATS, planned_linears, read_plan
 from ..allocation.linear_times import LinearTimes, load_or_measure
 from ..allocation.plan_costs import Measure
 from ..allocation.quantized_weights import QuantizedLinearStore
@@ -80,8 +80,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     model, text, store = calibrate(checkpoint, recipe, folder, progress)
     allocation = times = None
     if budget is not None:
-        formats = (*BASE_FORMATS, *LOW_RANK_FORMATS) if recipe.low_rank else BASE_FORMATS
-        times = load_or_measure(config, formats, progress)
+        times = load_or_measure(config, BASE_FORMATS, progress)
         evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
         allocation, times = search_plan(config, recipe, budget, evaluator, times, folder, progress)
         plan = allocation.plan
@@ -144,5 +143,5 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         about = text.stat()
         file = (text.name, about.st_size, about.st_mtime_ns)
     tokens = recipe.calibration_tokens
-    formats = (recipe.zero_points, recipe.half_scales, recipe.low_rank) if recipe.mixed else None
+    formats = (recipe.zero_points, recipe.half_scales) if recipe.mixed else None
     return repr((_FORMAT, file, tokens, recipe.seed, recipe.rounding, recipe.awq, recipe.calibrated, formats, context))

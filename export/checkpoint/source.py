@@ -34,19 +34,6 @@ class RowRange(NamedTuple):
     stop: int
 
 
-class LowRankFactors(NamedTuple):
-    """A low-rank correction `up` @ `down` of rounded weights, quantized in `quantization.codes.FACTOR_FORMAT`."""
-
-    down_codes: UInt8Array
-    """Codes of `down` [rank, K], uint8 [rank, blocks, block]; all rows of a linear share it."""
-    down_scales: Float32Array
-    """Scales of `down`, [rank, blocks]."""
-    up_codes: UInt8Array
-    """Codes of `up` [rows, rank], uint8 [rows, blocks, block]."""
-    up_scales: Float32Array
-    """Scales of `up`, [rows, blocks]."""
-
-
 class QuantizedRows(NamedTuple):
     """Quantized rows of a matrix (see `quantization.codes`)."""
 
@@ -59,17 +46,11 @@ class QuantizedRows(NamedTuple):
     zero_points: UInt8Array | None = None
     """Zero points packed along the blocks of a row, uint8 [rows, ceil(blocks * bits / 8)]; None where all of them are
     the middle code, 2 ** (bits - 1)."""
-    factors: LowRankFactors | None = None
-    """Low-rank correction of these rows; None where the format has none."""
 
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Several parts of a matrix as one, from top to bottom."""
-    *arrays, factors = zip(*parts, strict=True)
-    joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in arrays]
-    if factors[0] is not None:
-        up = map(np.concatenate, zip(*(each[2:] for each in factors), strict=True))
-        joined.append(LowRankFactors(*factors[0][:2], *up))
+    joined: list[Any] = [None if each[0] is None else np.concatenate(each) for each in zip(*parts, strict=True)]
     return QuantizedRows(*joined)
 
 

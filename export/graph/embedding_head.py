@@ -64,7 +64,7 @@ def append_product(
     if weight_format.bits == 32:
         nodes.add("Gemm", [hidden, stored.codes if stored else nodes.weights.float32(linear)], output, transB=1)
     else:
-        stored = stored or nodes.weights.quantized(linear, weight_format)[0]
+        stored = stored or nodes.weights.quantized(linear, weight_format)
         nodes.matmul_nbits(linear.shape, weight_format, [hidden, *stored.inputs()], output)
 
 

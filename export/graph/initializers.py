@@ -97,22 +97,17 @@ class Initializers:
         self._report_weights(matrix.size)
         return name
 
-    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> list[StoredMatrix]:
+    def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> StoredMatrix:
         """Add the quantized matrix of a linear in the layout of MatMulNBits (see `quantization.codes`).
 
         Returns:
             Names of codes, uint8 [N, blocks, block * bits / 8], scales, float32 [N, blocks], and zero points,
             uint8 [N, ceil(blocks * bits / 8)]. Scales may be stored in float16: then the name is that of the converted
-            ones. For a format with a low-rank correction, `down` [rank, K] and `up` [N, rank] follow the matrix.
+            ones.
         """
         name, quantized = self._codes(linear, weight_format)
         points = "" if quantized.zero_points is None else self._add(linear, "zero_points", quantized.zero_points)
-        matrices = [StoredMatrix(name, self._add_scales(linear, quantized.scales, weight_format), points)]
-        if (factors := quantized.factors) is not None:
-            for part, codes, scales in (("down", *factors[:2]), ("up", *factors[2:])):
-                stored = self._add(linear, f"{part}_codes", codes)
-                matrices.append(StoredMatrix(stored, self._add(linear, f"{part}_scales", scales)))
-        return matrices
+        return StoredMatrix(name, self._add_scales(linear, quantized.scales, weight_format), points)
 
     def gathered(
         self, linear: FusedLinear, weight_format: WeightFormat, head: str = ""

@@ -11,7 +11,7 @@ from onnx import NodeProto, helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
-from ..quantization.codes import FACTOR_FORMAT, OFFSETS, blocks_of
+from ..quantization.codes import OFFSETS, blocks_of
 from .initializers import Initializers, StoredMatrix
 
 MICROSOFT: Final = "com.microsoft"
@@ -130,7 +130,8 @@ class Nodes:
         if weight_format.offsets:
             return self._linear_with_offsets(linear, weight_format, value, bias)
         if weight_format.bits != 32:
-            return self._quantized_linear(linear, weight_format, value, bias)
+            inputs = [value, *self.weights.quantized(linear, weight_format).inputs(bias)]
+            return self.matmul_nbits(linear.shape, weight_format, inputs, linear.name)
         product = self.add("MatMul", [value, self.weights.float32_transposed(linear)], f"{linear.name}.product")
         return self.add("Add", [product, bias], linear.name) if bias else product
 
@@ -145,19 +146,6 @@ class Nodes:
         shape = (linear.shape[0], blocks_of(linear.columns, weight_format))
         offsets = self.matmul_nbits(shape, OFFSETS, [sums, offset_codes, offset_scales], f"{linear.name}.offsets")
         return self.add("Add", [product, offsets], linear.name)
-
-    def _quantized_linear(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
-        """Append the product with the codes, plus the low-rank correction if the format has one."""
-        matrix, *factors = self.weights.quantized(linear, weight_format)
-        output = f"{linear.name}.product" if factors else linear.name
-        product = self.matmul_nbits(linear.shape, weight_format, [value, *matrix.inputs(bias)], output)
-        if not factors:
-            return product
-        (rows, columns), rank, correction = linear.shape, weight_format.rank, value
-        for factor, shape, part in zip(factors, ((rank, columns), (rows, rank)), ("thin", "repair"), strict=True):
-            inputs = [correction, *factor.inputs()]
-            correction = self.matmul_nbits(shape, FACTOR_FORMAT, inputs, f"{linear.name}.{part}")
-        return self.add("Add", [product, correction], linear.name)
 
     def matmul_nbits(self, shape: tuple[int, int], weight_format: WeightFormat, inputs: list[str], output: str) -> str:
         """Append the product with a quantized matrix of shape (N, K)."""

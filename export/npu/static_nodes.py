@@ -12,7 +12,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
 from ..graph.nodes import MICROSOFT, Nodes
-from ..quantization.codes import FACTOR_FORMAT, OFFSETS
+from ..quantization.codes import OFFSETS
 from .npu_weights import NpuWeights
 
 
@@ -71,11 +71,6 @@ class StaticNodes(Nodes):
             self.add("MatMul", [value, self.weights.float16(f"{name}.weight")], product)
         elif weight_format.offsets:
             self._with_offsets(linear, weight_format, value, product)
-        elif weight_format.rank:
-            codes = self.quantized(name, weight_format, value, columns, f"{name}.codes_product")
-            inner = self.quantized(name, FACTOR_FORMAT, value, columns, f"{name}.inner", "down_")
-            corrected = self.quantized(name, FACTOR_FORMAT, inner, weight_format.rank, f"{name}.correction", "up_")
-            self.add("Add", [codes, corrected], product)
         else:
             self.quantized(name, weight_format, value, columns, product)
         if not linear.biased:

@@ -1,4 +1,4 @@
-"""Weights of 2, 4 and 8 bits: the operators' packing, round-to-nearest, low-rank corrections.
+"""Weights of 2, 4 and 8 bits: the operators' packing, and round-to-nearest.
 
 A weight matrix [N, K] is divided along K into blocks. A block's scale maps its weight of largest magnitude to code 0:
 
@@ -21,11 +21,6 @@ Scales may also be float16 numbers (`half_precision`). They are rounded to such 
 Blocks of GGUF types with a minimum have an offset beside the scale, w ~ (code - half) * scale + offset. Integer zero
 points cannot represent it. But what the offsets add to a product is another product: the block sums of the inputs times
 the matrix of offsets [N, blocks], which is stored in the format `OFFSETS`.
-
-A format with a rank adds a low-rank correction to the weights of the codes, whose factors are rounded to nearest too.
-For errors E = W - W^ and second moments R of the inputs x, the mean square of (E - U D) x over all products U D of a
-given rank is smallest where the columns of U are the first eigenvectors of E R ET and D = UT E. The paper (QERA,
-Source: Zhang et al., 2024) uses the square root of R and a singular value decomposition; this derivation needs neither.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import LowRankFactors, QuantizedRows
+from ..checkpoint.source import QuantizedRows
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -47,8 +42,6 @@ UInt8Array = npt.NDArray[np.uint8]
 
 OFFSETS: Final = WeightFormat(8, 32)
 """Format of the matrix of a linear's offsets."""
-FACTOR_FORMAT: Final = WeightFormat(8, 32)
-"""Format of the factors of a low-rank correction."""
 
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """Blocks with only smaller weights are stored as zeros, since the reciprocal of their scale would overflow."""
@@ -185,21 +178,9 @@ def dequantize_rows(
 
 
 def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFormat) -> Float32Array:
-    """Return the weights that a graph computes with, float32 [N, columns], with rounded offsets and corrections."""
+    """Return the weights that a graph computes with, float32 [N, columns], with rounded offsets."""
     offsets = None if quantized.offsets is None else rounded_offsets(quantized.offsets)
-    weights = dequantize_rows(
-        quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points
-    )
-    if (factors := quantized.factors) is None:
-        return weights
-    return weights + low_rank_product(factors, columns, weight_format)
-
-
-def low_rank_product(factors: LowRankFactors, columns: int, weight_format: WeightFormat) -> Float32Array:
-    """Return the low-rank correction of weights in that format, float32 [N, columns]."""
-    up = dequantize_rows(factors.up_codes, factors.up_scales, weight_format.rank, FACTOR_FORMAT)
-    product: Float32Array = up @ dequantize_rows(factors.down_codes, factors.down_scales, columns, FACTOR_FORMAT)
-    return product
+    return dequantize_rows(quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points)
 
 
 def rounded_offsets(offsets: Float32Array) -> Float32Array:
@@ -261,42 +242,3 @@ def second_moments(inputs: InputStatistics, columns: int) -> Float32Array:
     if moments.shape != (columns, columns) or not np.isfinite(moments).all():
         raise InputError(f"the second moments of {columns} inputs must be {columns} x {columns} finite numbers")
     return moments
-
-
-def low_rank_correction(errors: Float32Array, inputs: InputStatistics, rank: int) -> tuple[Float32Array, Float32Array]:
-    """Compute the optimal correction `up` @ `down` of that rank.
-
-    Args:
-        errors: weights minus quantized weights, float32 [N, K].
-        inputs: statistics of the K inputs; without second moments they count as uncorrelated.
-        rank: from 1 to the smaller of N and K.
-
-    Returns:
-        `down`, float32 [rank, K], and `up`, float32 [N, rank], with orthonormal columns.
-
-    Raises:
-        InputError: the moments are not finite numbers of shape [K, K].
-    """
-    rows, columns = errors.shape
-    exact, squares = errors.astype(np.float64), second_moments(inputs, columns).astype(np.float64)
-    if rows <= columns:
-        vectors = np.linalg.eigh(exact @ squares @ exact.T)[1][:, ::-1][:, :rank]
-    else:
-        # The same from a K x K matrix: with R = L LT, they are E L v for the eigenvectors v of LT ET E L.
-        sizes, directions = np.linalg.eigh(squares)
-        # The moments of few tokens have low rank, and their other eigenvalues may be negative in float32.
-        weighted = exact @ (directions * np.sqrt(np.maximum(sizes, 0)))
-        leading = np.linalg.eigh(weighted.T @ weighted)[1][:, ::-1][:, :rank]
-        # Vectors of length 0 have no direction; the QR decomposition replaces them with orthogonal ones.
-        vectors, _ = np.linalg.qr(weighted @ leading)
-    return (vectors.T @ exact).astype(np.float32), vectors.astype(np.float32)
-
-
-def correction_factors(errors: Float32Array, inputs: InputStatistics, weight_format: WeightFormat) -> LowRankFactors:
-    """Quantize the optimal correction of the format's rank; see `low_rank_correction`."""
-    down, up = low_rank_correction(errors, inputs, weight_format.rank)
-    # Columns of one block share a scale. So each column of `up` gets the same length as its row of `down`.
-    lengths = np.sqrt(np.linalg.norm(down, axis=1))
-    inverse = np.divide(1, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-    stored = quantize_rows(down * inverse[:, None], FACTOR_FORMAT)
-    return LowRankFactors(*stored, *quantize_rows(up * lengths, FACTOR_FORMAT))

@@ -88,16 +88,11 @@ def require_exportable(weight_format: WeightFormat) -> None:
     """Refuse a format that cannot be requested for all weights.
 
     Raises:
-        InputError: it has offsets or a low-rank correction, or its bits or blocks are not supported.
+        InputError: it has offsets, or its bits or blocks are not supported.
     """
     if weight_format.offsets:
         raise InputError(
             "weights with offsets cannot be requested", "they are only kept where a GGUF file already has them"
-        )
-    if weight_format.rank:
-        raise InputError(
-            "a low-rank correction cannot be requested for all weights",
-            "use mixed weights, which choose the linears that get one",
         )
     if weight_format.bits == FP32.bits and weight_format.block == 0:
         return

@@ -21,7 +21,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.known_timings import BytesMachine, KnownMachine, use_machine
 from support.nightly import some_nightly
-from support.tiny_models import WORDS, exported, tiny_config, tiny_weights, write_checkpoint, write_weights
+from support.tiny_models import WORDS, exported, write_checkpoint
 
 TEXT: Final[dict[str, Any]] = {"calibration": Path("text.txt"), "calibration_tokens": 1100}
 PROMPT = "the sea and the"
@@ -184,43 +184,6 @@ def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     names = ("model.onnx", "model.onnx.data")
     first, second = (open_bundle(tmp_path / name).manifest for name in ("bundle", "again"))
     assert [first.files[name] for name in names] == [second.files[name] for name in names]
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers use only a few of their inputs, so that a low-rank correction restores all that matters."""
-    source = tmp_path_factory.mktemp("by-text") / "narrow"
-    settings = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
-    write_checkpoint(source, "llama", **settings)
-    weights = tiny_weights(tiny_config("llama", **settings))
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"model.layers.0.{norm}.weight"] = np.full(256, 0.01, np.float32)
-        weights[f"model.layers.0.{norm}.weight"][::20] = 4
-    write_weights(source, weights)
-    return source
-
-
-@pytest.mark.nightly
-def test_low_rank_corrections_are_chosen_where_they_win(narrow: Path, tmp_path: Path) -> None:
-    plain = export_checkpoint(narrow, tmp_path / "plain", mixed("4.8bpw")).report
-    corrected = export_checkpoint(narrow, tmp_path / "bundle", mixed("4.8bpw", low_rank=True)).report
-    plan = weights_of(tmp_path / "bundle")
-    assert open_bundle(tmp_path / "bundle").manifest.bits_per_weight_read <= 4.8
-    ranked = {linear for linear, each in plan.items() if each.rank}
-    assert ranked & {"layers.0.qkv", "layers.0.gate_up"}
-    assert not ranked & {"embedding", "head"}
-    assert corrected.search[-1].kl < plain.search[-1].kl
-    assert [note for note in corrected.notes if f"{len(ranked)} linear" in note]
-    assert not [note for note in plain.notes if "low-rank" in note]
-    assert all(linear.milliseconds is not None for linear in corrected.linears)
-    assert answer(tmp_path / "bundle")
-    assert "+rank" in (tmp_path / "bundle" / "plan.toml").read_text(encoding="utf-8")
-
-
-@pytest.mark.nightly
-def test_low_rank_corrections_that_lose_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "bundle", mixed("5bpw", low_rank=True))
-    assert set(weights_of(tmp_path / "bundle").values()) <= set(BASE_FORMATS)
 
 
 @pytest.mark.nightly

@@ -164,7 +164,6 @@ def test_every_format_is_on_the_fast_path_and_counts_scales_once(
     ("weight_format", "message"),
     [
         *((each, "supported are fp32, and 2, 4 and 8 bits in blocks of 32, 64, 128") for each in UNSUPPORTED),
-        (WeightFormat(2, 64, rank=32), "a low-rank correction cannot be requested for all weights"),
         (WeightFormat(4, 32, offsets=True), "weights with offsets cannot be requested"),
     ],
 )

@@ -117,7 +117,7 @@ def _recipe(choice: random.Random, sources: Path, place: Path, seed: int) -> lis
         "--work": (str(place / "work"), "/dev/null/x", ""),
     }
     chosen = choice.sample(sorted(options), choice.choice((2, 3, 4)))
-    flags = choice.sample(("--zero-points", "--half-scales", "--low-rank", "--offline"), choice.choice((0, 1)))
+    flags = choice.sample(("--zero-points", "--half-scales", "--offline"), choice.choice((0, 1)))
     pairs = [word for name in chosen for word in (name, choice.choice(options[name]))]
     if "mixed" in pairs and "--budget" in pairs:
         pairs += ["--time-limit", "0"]

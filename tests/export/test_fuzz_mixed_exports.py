@@ -24,7 +24,7 @@ EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_next")
 FAMILIES = sorted(tiny_models.FAMILY_SETTINGS.keys() - {"gemma4_text"})
 """All families but the one whose layers differ, which mixed exports refuse."""
 METHODS = ("gptq", "awq+gptq", "k-quant", "awq+k-quant", "rtn")
-SCALES = ("--zero-points", "--half-scales", "--low-rank")
+SCALES = ("--zero-points", "--half-scales")
 
 
 @pytest.mark.parametrize("seed", some_nightly(range(200), every=200))

@@ -71,5 +71,5 @@ def whole_report(layers: int = 24) -> ModelReport:
         search=[SearchStep(10 * at, 0.05 + 0.04 * math.exp(-at / 6)) for at in range(24)],
         seconds=913.0,
         machine={"processor": "a processor", "onnxruntime": "1.31.0"},
-        notes=["2 linears have a low-rank correction of rank 16."],
+        notes=["A note."],
     )

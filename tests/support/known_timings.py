@@ -37,7 +37,7 @@ class KnownMachine:
         kind = kind.removeprefix("shared_")
         if form.bits == 32:
             return self.slow * 1e-4 * places[kind] * 32 * width
-        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block + form.rank / 24) * width
+        return self.slow * 1e-4 * places[kind] * (form.bits + 64 / form.block) * width
 
     def rest(self, layers: int, width: int) -> float:
         """Seconds of a pass without its linears."""

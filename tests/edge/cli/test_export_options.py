@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("cache")
     ("options", "message"),
     [
         (["--budget", "3.5bpw"], "--budget has no effect without mixed weights; add --weights mixed"),
-        (["--low-rank"], "--low-rank has no effect without mixed weights"),
         (["--weights", "mixed"], "mixed weights need either a budget or a plan, not both; add --budget 3.5bpw"),
         (["--weights", "mixed", "--budget", "3 bits"], "'3 bits' is not a budget"),
         (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgerun.export import WeightFormat
 from edgerun.export.allocation.allocate import measured_over_predicted
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, LOW_RANK_FORMATS, completed_plan, planned_linears
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, completed_plan, planned_linears
 from edgerun.export.allocation.linear_times import (
     WIDTHS,
     LinearTimes,
@@ -51,15 +51,10 @@ def test_a_plan_is_predicted_exactly_where_times_add_up(cache: Path, tmp_path: P
     config = config_of(tmp_path, tie_word_embeddings=tied)
     config = replace(config, layers=layers, attention=config.attention[:1] * layers)
     machine = KnownMachine()
-    times = measure(config, (*BASE_FORMATS, *LOW_RANK_FORMATS), timer=machine)
+    times = measure(config, BASE_FORMATS, timer=machine)
     rng = np.random.default_rng(0)
     linears = [linear.name for linear in planned_linears(config)]
     plan = completed_plan(config, {linear: BASE_FORMATS[rng.integers(len(BASE_FORMATS))] for linear in linears})
-    plan |= {
-        "layers.0.qkv": LOW_RANK_FORMATS[0],
-        "layers.1.o": LOW_RANK_FORMATS[2],
-        "layers.1.down": LOW_RANK_FORMATS[4],
-    }
     assert LinearTimes.from_json(json.loads(json.dumps(times.to_json())), config) == times
     slow = replace(times, slowdown=2)
     for width in WIDTHS:
@@ -127,7 +122,7 @@ def test_widths_in_between_are_interpolated(times: dict[int, float], width: int)
 
 def test_uniform_bundles_have_the_largest_blocks_of_each_bit_width(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    plans = [set(bundle.plan.values()) for bundle in uniform_bundles(config, (*BASE_FORMATS, *LOW_RANK_FORMATS))]
+    plans = [set(bundle.plan.values()) for bundle in uniform_bundles(config, BASE_FORMATS)]
     assert plans == [{WeightFormat(bits, 128)} for bits in (2, 4, 8)]
     deep = replace(config, hidden_size=2048, intermediate_size=8192, layers=100, attention=config.attention[:1] * 100)
     (bundle,) = uniform_bundles(deep, FORMATS[:1])
@@ -153,13 +148,12 @@ def test_every_kind_of_linear_has_every_format_in_some_bundle(tmp_path: Path) ->
 @pytest.mark.parametrize("family", some_nightly(["llama", "gemma2", "olmo2", "phi3"], every=2))
 def test_timing_bundles_run_and_their_nodes_are_timed(family: str, cache: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, family)
-    times = measure(config, (*FORMATS, LOW_RANK_FORMATS[0]), rounds=1, timer=BundleTimer(threads=1))
+    times = measure(config, FORMATS, rounds=1, timer=BundleTimer(threads=1))
     assert {kind for kind, _ in times.linears} == {"qkv", "o", "gate_up", "down", "head"}
     assert all(min(each.values()) > 0 for each in times.linears.values())
     assert set(times.overhead) == set(WIDTHS)
     plan = {name: timed_format(WeightFormat(4, 32, method=Method.K_QUANT)) for name in ("embedding", "head")}
     plan |= {linear.name: FORMATS[1] for linear in planned_linears(config)}
-    plan |= {"layers.0.down": LOW_RANK_FORMATS[0], "layers.0.gate_up": LOW_RANK_FORMATS[0]}
     assert math.isfinite(times.milliseconds(plan, 3))
     with pytest.raises(KeyError):
         times.milliseconds(plan | {"head": WeightFormat(4, 128)}, 1)

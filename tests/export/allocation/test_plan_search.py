@@ -1,4 +1,4 @@
-"""Format options, and the search of quantization plans: Pareto, corrections, Lagrangian relaxation, local search."""
+"""Format options, and the search of quantization plans: Pareto, Lagrangian relaxation, local search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from edgerun.export.allocation.choices import (
     pareto_options,
     plan_of,
     total_cost,
-    without_dominated_corrections,
 )
 from edgerun.export.allocation.local_search import local_search, lower_useless_options
 from edgerun.models.manifest import WeightFormat
@@ -146,9 +145,6 @@ def measured(problem: KnapsackProblem, divergence: Divergence) -> Callable[[Sele
     return lambda selection: divergence(plan_of(problem.choices, selection))
 
 
-PLAIN = (FormatOption(WeightFormat(2, 64), (10.0,), 1.0), FormatOption(WeightFormat(4, 64), (20.0,), 0.2))
-
-
 @given(
     st.lists(
         st.builds(
@@ -172,24 +168,6 @@ def test_only_pareto_optimal_options_are_kept(offered: list[FormatOption]) -> No
             and all(ours <= theirs for ours, theirs in zip(other.costs, option.costs, strict=True))
         ]
         assert at_most == [option] if option in kept else at_most
-
-
-@pytest.mark.parametrize(
-    ("cost", "divergence", "wins"),
-    [
-        (15.0, 0.61, False),
-        (15.0, 0.59, True),
-        (10.0, 1.0, False),
-        (9.0, 1.5, True),
-        (20.0, 0.2, False),
-        (25.0, 0.2, False),
-        (25.0, 0.1, True),
-    ],
-)
-def test_corrections_have_to_win_at_equal_cost(cost: float, divergence: float, wins: bool) -> None:
-    option = FormatOption(WeightFormat(2, 64, rank=32), (cost,), divergence)
-    assert (option in without_dominated_corrections([*PLAIN, option])) is wins
-    assert without_dominated_corrections(PLAIN) == list(PLAIN)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,15 @@ import pytest
 
 from edgerun.errors import ExportError, InputError
 from edgerun.export import FP32, INT2, INT4, ExportRecipe, WeightFormat, export_checkpoint, export_model
-from edgerun.export.allocation.format_candidates import completed_plan, planned_linears
-from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
-from edgerun.export.bundle_content import BundleContent
-from edgerun.export.bundle_writer import write_bundle as write_content
 from edgerun.export.check import static_parity
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.static_parity import StaticContractSession
-from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.open import open_source
-from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.npu.static_shapes import static_shapes
 from edgerun.export.quantization.methods import with_methods
-from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.models.bundle import open_bundle
-from edgerun.models.manifest import Method
 from support.gguf_files import write_gguf
 from support.tiny_models import (
     ATTENTION_FAMILIES,
@@ -141,30 +132,6 @@ def test_offsets_of_a_gguf_file_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     bundle = exported(file, tmp_path / "bundle", recipe)
     manifest = open_bundle(bundle).manifest
     assert manifest.weights["layers.0.qkv"].offsets
-
-
-def test_low_rank_corrections_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_parity, "TOLERANCE", TOLERANCE)
-    source = Checkpoint(write_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1))
-    config = read_config(source.folder)
-    two = WeightFormat(2, 64, method=Method.K_QUANT)
-    corrected = {"layers.0.gate_up": replace(two, rank=32), "layers.0.down": replace(two, rank=32)}
-    plan = completed_plan(config, {**uniform_plan(config, two), **corrected})
-    store = QuantizedLinearStore(source, config, tmp_path / "linears")
-    for linear in planned_linears(config):
-        store.make(linear, plan[linear.name])
-    (tmp_path / "bundle").mkdir()
-    content = BundleContent(
-        source=store,
-        original=source,
-        config=config,
-        plan=plan,
-        context=64,
-        static_shapes=static_shapes(WIDTHS, (CAPACITY,), 64),
-    )
-    write_content(tmp_path / "bundle", content)
-    graph = onnx.load(tmp_path / "bundle" / f"model_npu_w1_c{CAPACITY}.onnx", load_external_data=False)
-    assert {"layers.0.down.up_codes", "layers.0.gate_up.down_codes"} <= {each.name for each in graph.graph.initializer}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""GPTQ has the codes of the original algorithm; low-rank corrections leave the least output error of their rank."""
+"""GPTQ has the codes of the original algorithm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from edgerun.export.checkpoint.source import QuantizedRows
 from edgerun.export.quantization.codes import (
     InputStatistics,
     dequantized,
-    low_rank_correction,
     unpack_codes,
     unpack_zero_points,
 )
@@ -104,57 +103,3 @@ def test_invalid_moments(moments) -> None:
     message = "second moments of 32 inputs must be 32 x 32 finite numbers"
     with pytest.raises(InputError, match=message):
         gptq_rows(weights, WeightFormat(4, 32), inputs)
-    with pytest.raises(InputError, match=message):
-        low_rank_correction(weights, inputs, 1)
-
-
-def by_decomposition(errors, inputs: InputStatistics, rank: int):
-    """The method of the paper: the square root of the second moments, and singular values."""
-    values, vectors = np.linalg.eigh(inputs.second_moment.astype(np.float64))
-    values = np.maximum(values, values.max() * 1e-12)
-    root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
-    u, s, v = np.linalg.svd(errors @ root, full_matrices=False)
-    return (u[:, :rank] * s[:rank]) @ (v[:rank] @ inverse)
-
-
-@pytest.mark.parametrize("rows", [24, 64, 100])
-@pytest.mark.parametrize("rank", [1, 8, 24])
-def test_error_equals_that_of_the_papers_method(rows: int, rank: int) -> None:
-    errors, inputs = random_rows(rows, rows, 64), correlated_inputs(rank, 64)
-    down, up = low_rank_correction(errors, inputs, rank)
-    assert down.shape == (rank, 64)
-    assert up.shape == (rows, rank)
-    np.testing.assert_allclose(up.T @ up, np.eye(rank), atol=1e-5)
-    total, remaining = output_error(errors, inputs), output_error(errors - up @ down, inputs)
-    expected = output_error(errors - by_decomposition(errors, inputs, rank), inputs)
-    assert remaining <= expected * 1.001 + 1e-6 * total
-    if rank < min(rows, 64):
-        # The decomposition of the errors alone, without the inputs, leaves more.
-        u, s, v = np.linalg.svd(errors, full_matrices=False)
-        assert remaining < output_error(errors - (u[:, :rank] * s[:rank]) @ v[:rank], inputs)
-
-
-def test_errors_of_low_rank_are_corrected_completely() -> None:
-    errors = (random_rows(0, 50, 3) @ random_rows(1, 3, 40)).astype(np.float32)
-    for each in (errors, errors.T.copy()):
-        down, up = low_rank_correction(each, correlated_inputs(0, each.shape[1]), 3)
-        np.testing.assert_allclose(up @ down, each, atol=1e-3)
-    down, up = low_rank_correction(np.zeros((50, 40), np.float32), correlated_inputs(0, 40), 3)
-    assert not (up @ down).any()
-
-
-@pytest.mark.parametrize("rows", [24, 100])
-def test_moments_of_fewer_tokens_than_inputs_and_unknown_ones(rows: int) -> None:
-    inputs, errors = correlated_inputs(0, 64, tokens=8), random_rows(rows, rows, 64)
-    moment = inputs.second_moment.copy()
-    moment[np.diag_indices(64)] -= 1e-6 * np.diagonal(moment).max()  # like float32 rounding errors
-    few = InputStatistics(inputs.mean_square, inputs.mean_magnitude, moment)
-    down, up = low_rank_correction(errors, few, 8)
-    assert np.isfinite(up).all()
-    assert output_error(errors - up @ down, inputs) < 1e-4 * output_error(errors, inputs)
-    # Without second moments inputs count as uncorrelated.
-    square, magnitude = inputs.mean_square, inputs.mean_magnitude
-    diagonal, uncorrelated = (
-        low_rank_correction(errors, InputStatistics(square, magnitude, known), 4) for known in (None, np.diag(square))
-    )
-    np.testing.assert_array_equal(diagonal[0], uncorrelated[0])
