@@ -10,8 +10,11 @@ need the rotation outside, too.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor, onnx_node
 from ...models.onnx_file.model_messages import Message, attribute_values, node, set_attribute
@@ -22,6 +25,7 @@ POSITIONS, BIAS = 9, 10
 WINDOW: Final = "local_window_size"
 _QUERY, _KEY, _VALUE, _PAST_KEY = 0, 1, 2, 3
 _COSINES, _SINES = 7, 8
+_SINKS = 11
 """Places of the operator's inputs."""
 
 
@@ -73,6 +77,44 @@ def serve_plain_passes(editor: GraphEditor, *, keep_computed: bool = False) -> N
             each.input[POSITIONS] = ""
         while not each.input[-1]:
             del each.input[-1]
+
+
+def attend_from_last(editor: GraphEditor, rows: str) -> None:
+    """Let attention whose output is selected by `rows` compute that of the last token alone.
+
+    The last layer's attention is such: of the tokens before, later passes need keys and values only. An operator with
+    no more query heads than key heads writes those, and another one reads them for the last token.
+
+    Args:
+        editor: a graph without positions (`serve_plain_passes`), of which nothing but the last token is wanted.
+        rows: name of the input that holds its index.
+    """
+    uses = Counter(name for each in editor.graph.node for name in each.input)
+    gathers = [each for each in editor.graph.node if each.op_type == "Gather" and each.input[1] == rows]
+    selections = {each.input[0]: each for each in gathers if uses[each.input[0]] == 1}
+    gone = []
+
+    def replaced(each: Message) -> Iterable[Message]:
+        attributes, selection = attribute_values(each), selections.get(each.output[0])
+        if each.op_type != OPERATOR or selection is None:
+            return [] if each in gone else [each]
+        kv_heads, size = attributes["kv_num_heads"], editor.shape(each.input[_PAST_KEY])[-1]
+        if attributes["num_heads"] == kv_heads or not isinstance(size, int):
+            return [each]
+        if input_at(each, BIAS) or any(each.input[_SINKS + 1 :]) or has_no_slots(editor, each.input[_KEY]):
+            return [each]
+        gone.append(selection)
+        nodes, last = unpacked(editor, each), f"{each.output[0]}.last"
+        query, key, value, *others = each.input
+        written = [key, key, value, *others[: _SINES + 1 - _PAST_KEY]]
+        kept = [f"{each.output[0]}.unread", *each.output[1:3]]
+        nodes.append(node(OPERATOR, written, kept, domain=MICROSOFT, **attributes | {"num_heads": kv_heads}))
+        nodes.append(node("Gather", [query, rows], [last], axis=1))
+        nothing = editor.constant(f"no.slots.{kv_heads * size}", np.zeros((1, 0, kv_heads * size), np.float32))
+        read = [last, nothing, nothing, *kept[1:], *others[2:]]
+        return [*nodes, node(OPERATOR, read, selection.output, domain=MICROSOFT, **attributes)]
+
+    editor.rewrite(replaced)
 
 
 def window_of(editor: GraphEditor, bias: str) -> tuple[str, int] | None:

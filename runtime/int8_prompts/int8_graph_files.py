@@ -20,7 +20,7 @@ from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
 from ...models.progress import Progress, silent
 from ..devices.processor import processor
-from ..graph.attention_edits import serve_plain_passes
+from ..graph.attention_edits import attend_from_last, serve_plain_passes
 from ..graph.ort import RUNTIME_BUILD
 from ..graph.packed_files import (
     RECORD_NAME,
@@ -32,7 +32,7 @@ from ..graph.packed_files import (
 )
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import KVFormat
-from .int8_graph import Int8Products, find_products, use_integers
+from .int8_graph import SELECTED, Int8Products, find_products, use_integers
 from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, PackedWeightsWriter, products_overflow, to_integers
 from .outlier_channels import InputSample, sample_inputs, too_coarse
 
@@ -42,7 +42,7 @@ _log: Final = logging.getLogger(__name__)
 
 _CHOOSING: Final = 0.1
 """Share of the progress until it is known which products the int8 graph has."""
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Version of the int8 graphs that are made here; other versions are not used."""
 _WEIGHTS: Final = "int8.data"
 _BYTES_PER_WEIGHT: Final = 2
@@ -145,6 +145,7 @@ def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progre
                 done += integers.size
                 progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / weights)
         use_integers(editor, found, limits)
+        attend_from_last(editor, SELECTED)
         editor.drop_unused(keep_inputs=False)
         _share_weights(editor, bundle, staging)
         (staging / GRAPH_NAME).write_bytes(editor.serialized())

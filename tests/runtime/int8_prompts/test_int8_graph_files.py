@@ -16,9 +16,11 @@ from edgerun.errors import BundleError
 from edgerun.export import INT4
 from edgerun.models.bundle import open_bundle
 from edgerun.models.onnx_file.graph_editor import GraphEditor
+from edgerun.models.onnx_file.model_messages import attribute_values
 from edgerun.models.onnx_file.wire import external_files
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
+from edgerun.runtime.graph.attention_edits import OPERATOR
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_io import InputRole
 from edgerun.runtime.graph.model_metadata import metadata_of
@@ -129,6 +131,24 @@ def test_an_int8_graph_has_no_bias_and_the_models_weights_by_links(int4: Path) -
     assert external_files(int8_path) == ["int8.data", "shared-0.data"]
     assert os.path.samefile(int8_path.parent / "shared-0.data", int4 / "model.onnx.data")
     assert int8_graph_bytes(int8_path) < sum(each.stat().st_size for each in int8_path.parent.iterdir())
+
+
+def test_the_last_layer_attends_from_the_last_token_alone(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys and values are written for all tokens, by an operator with as many query heads as there are of keys."""
+    int8_path = int8_path_of(int4)
+    own, int8 = (
+        [attribute_values(each) for each in GraphEditor(path).graph.node if each.op_type == OPERATOR]
+        for path in (int4 / "model.onnx", int8_path)
+    )
+    heads = [each["num_heads"] for each in own]
+    assert [each["num_heads"] for each in int8] == [*heads[:-1], own[-1]["kv_num_heads"], heads[-1]]
+    log_probs, slots = read(bound_to(int8_path, int4))
+    monkeypatch.setattr(int8_graph_files, "attend_from_last", lambda *_: None)
+    shutil.rmtree(int8_path.parent)
+    expected, expected_slots = read(bound_to(int8_path_of(int4), int4))
+    np.testing.assert_allclose(log_probs, expected, atol=1e-5)
+    for name, values in expected_slots.items():
+        np.testing.assert_array_equal(slots[name], values)
 
 
 def test_weights_are_shared_with_the_packed_copy_of_the_model(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
