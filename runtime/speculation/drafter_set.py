@@ -126,7 +126,7 @@ class DrafterSet:
         model = self._model_for(choice)
         if model is not None:
             model.attach(arena)
-            model.temperature = 1.0 if sampling.greedy else sampling.temperature
+            model.start(sampling)
         if request.options.draft_sampling is not DraftSampling.OFF and recording is None and not sampling.greedy:
             return self._sampled_speculator(request.options.draft_sampling, sampling)
         available = frozenset(self._drafters) | (frozenset() if model is None else {model.source})

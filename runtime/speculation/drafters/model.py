@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ...kv.arena import KVArena
+from ...sampling.sampler import SamplingParams
 from ..tree import Source
 from .interface import Candidate, Drafter
 
@@ -44,6 +45,10 @@ class ModelDrafter(Drafter, Protocol):
     temperature: float = 1.0
     """Temperature of the probabilities, above 0: the target's, or 1 if the target is greedy."""
     _spent: float = 0.0
+
+    def start(self, params: SamplingParams) -> None:
+        """Draft for a target that is sampled with `params` from now on."""
+        self.temperature = 1.0 if params.greedy else params.temperature
 
     def attach(self, arena: KVArena) -> None:
         """Learn that the target generates in `arena` from now on; only drafts over what it computes use that."""

@@ -10,6 +10,9 @@ blocks that have most in common with the recent text: where a passage is copied 
 what the two share (SentenceKV: Zhu et al. 2025, with tokens in place of vectors). The choice is made again every few
 tokens. In between, slots of accepted tokens are copied as the target computed them (Recycled Attention: Xu et al.
 2024).
+
+A sampled target draws its tokens with random numbers that follow from their positions. The same number drawn from the
+nearly equal distribution of the draft is mostly the same token.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ from ...graph.graph_io import CacheMode, InputRole
 from ...graph.session import DecoderGraph
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.buffers import NumpyBuffers
+from ...sampling.sampler import Sampler, SamplingParams
 from ..pass_cost import PassCost
 from ..tree import Source
 from .draft_model import DraftModel, Floats, Int32
+from .interface import Candidate
 from .model import Path
 
 LONG_CONTEXT: Final = 4096
@@ -92,6 +97,12 @@ class SparseCacheDraft(DraftModel):
         """Number of tokens at the beginning of the text of which slots were chosen; 0 to choose again."""
         self._offset = 0
         """Position of a token less its slot, behind the copied ones."""
+        self.start(SamplingParams())
+
+    def start(self, params: SamplingParams) -> None:
+        """Draft for a target that is sampled with `params` from now on."""
+        super().start(params)
+        self._sampler = Sampler(params, self.head)
 
     def attach(self, arena: KVArena) -> None:
         """Copy slots of the target's `arena`, which holds the sequence from now on, without keeping it alive."""
@@ -100,11 +111,24 @@ class SparseCacheDraft(DraftModel):
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""
         self._text, self._copied, self._stale = list(token_ids), 0, True
+        self._sampler = Sampler(self._sampler.params, self.head)
+        self._sampler.observe_prompt(self._text)
 
     def append(self, token: int) -> None:
         """Append a token to the sequence."""
         self._text.append(token)
+        self._sampler.observe((token,))
         self._stale = True
+
+    def candidates(self, state: Path) -> Sequence[Candidate]:
+        """The most probable next tokens, and in place of the first one what the target's random number there draws."""
+        found = super().candidates(state)
+        if (logits := self._logits.get(state)) is None or not found:
+            return found
+        with self._sampler.rollback():
+            self._sampler.observe(state)
+            token = self._sampler.choose(logits, len(self._text) + len(state))
+        return [Candidate(token, found[0].bucket), *(each for each in found[1:] if each.token != token)]
 
     @property
     def pending(self) -> int:

@@ -157,6 +157,16 @@ def test_wrong_slots_change_nothing(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert asked
 
 
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, SAMPLED.changed({"temperature": 1.5})])
+def test_with_all_slots_the_draft_is_what_the_target_chooses(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, options: GenerateOptions
+) -> None:
+    monkeypatch.setattr(sparse_cache, "chosen_slots", lambda text, end: np.arange(end))
+    stats = engine.generate(PROMPT[:20], options, speculation=SPARSE, top_k=3, max_tokens=60).stats
+    assert stats.tokens_per_pass > 6
+    assert stats.by_source["sparse"].accepted > 40
+
+
 def test_a_grammar_is_followed(engine: Engine) -> None:
     options = GREEDY.changed(
         {"ignore_eos": False, "response_format": ResponseFormat.regex("( the sea| the sand| in the other thing)+")}
