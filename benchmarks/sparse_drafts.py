@@ -71,7 +71,7 @@ def measure(graph: DecoderGraph, context: int, turns: int) -> AtContext:
     times: dict[int, list[float]] = {width: [] for width in _WIDTHS}
     steps: list[float] = []
     copies: list[float] = []
-    for turn in range(-2, turns):  # the first passes bind buffers, and measure what to choose
+    for turn in range(-3, turns):  # the first passes bind buffers, and measure what to choose
         draft.reset(text)
         started = time.perf_counter()
         draft._copy_slots()

@@ -100,6 +100,8 @@ class BoundGraph(Protocol):
             a few best tokens only, and a number far below them for all others.
         prefers_base: whether the model's own graph runs every pass that it can, as exact answers need: further graphs
             round differently.
+        preferred: name of the further graph that runs every pass where `prefers_base` is not set; None to let each say
+            which passes it takes.
         shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
             rounds as a wider pass does, which exact answers and measurements must not.
         steering: what steers the passes; see `steered`.
@@ -112,6 +114,7 @@ class BoundGraph(Protocol):
     arena: KVArena
     whole_logits: bool = True
     prefers_base: bool = False
+    preferred: str | None = None
     shares_passes: bool = False
     steering: Steering | None = None
     images: ImagesOfText | None = None

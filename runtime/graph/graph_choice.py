@@ -255,7 +255,7 @@ class ChosenSession(BoundGraph):
         bound, base = self._own, self.arena.length
         self.last_graph = BASE_GRAPH
         for graph in self._takers:
-            takes = graph.takes(new, base)
+            takes = graph.name == self.preferred or graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
                     # Timed passes run alone; the graph that runs the pass itself gets the answer's setting below.

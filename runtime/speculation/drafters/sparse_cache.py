@@ -30,6 +30,7 @@ from ...graph.graph_io import CacheMode, InputRole
 from ...graph.session import DecoderGraph
 from ...kv.arena import InPlaceArena, KVArena
 from ...kv.buffers import NumpyBuffers
+from ...long_context.long_graph import LongContextGraph
 from ...sampling.sampler import Sampler, SamplingParams
 from ..pass_cost import PassCost
 from ..tree import Source
@@ -90,7 +91,7 @@ class SparseCacheDraft(DraftModel):
 
     def __init__(self, bound: BoundGraph, cost: PassCost) -> None:
         super().__init__(bound, cost, bound.graph_io.vocab_size)
-        bound.prefers_base = True
+        bound.preferred = LongContextGraph.name
         self._target: Callable[[], KVArena | None] = lambda: None
         self._text: list[int] = []
         self._copied = 0
@@ -164,6 +165,8 @@ class SparseCacheDraft(DraftModel):
         arena.rewind_to(held)
         arena.reserve(arena.limit - held)
         assert isinstance(target, InPlaceArena)  # noqa: S101  `load_sparse_draft` checks it
+        # The graph that verifies: threads of the model's own one would spin beside its passes for up to 60 ms.
+        self._bound.prefers_base = target.is_plain
         assert isinstance(target.buffers, NumpyBuffers)  # noqa: S101  so too
         assert isinstance(arena.buffers, NumpyBuffers)  # noqa: S101  so too
         pairs = zip(target.buffers.arrays, arena.tensor_types, strict=True)

@@ -17,7 +17,10 @@ import edgerun
 from edgerun import Engine, GenerateOptions, InputError, ResponseFormat
 from edgerun.edge.cli.main import main
 from edgerun.runtime.graph.bound_session import BoundSession
+from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.session import GraphSession
+from edgerun.runtime.long_context import long_graph
+from edgerun.runtime.long_context.long_graph import LongContextGraph, MeasuredPasses
 from edgerun.runtime.speculation import drafter_set
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters import sparse_cache
@@ -199,6 +202,20 @@ def test_only_long_prompts_are_drafted_so_by_default(engine: Engine, monkeypatch
     monkeypatch.setattr(drafter_set, "LONG_CONTEXT", 20)
     assert "sparse" in sources()
     assert "sparse" not in set(engine.generate(PROMPT, GREEDY, speculation=Speculation.parse("suffix")).stats.by_source)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_drafts_run_in_the_graph_that_verifies(bundle: Path, monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
+    """Also where it is not the one for their own number of slots."""
+    monkeypatch.setattr(long_graph, "LEAST_CONTEXT", 40)
+    monkeypatch.setattr(MeasuredPasses, "is_faster", lambda *_: faster)
+    with eager_engine(bundle) as engine:
+        text = engine.generate(PROMPT, GREEDY, speculation=SPARSE).text
+        draft: Any = engine.model.drafters._idle[-1]._sparse
+        assert draft.passes > 5
+        assert draft._arena.length < 40
+        assert draft._bound.last_graph == (LongContextGraph.name if faster else BASE_GRAPH)
+        assert engine.generate(PROMPT, GREEDY, speculation=OFF).text == text
 
 
 def test_a_hybrid_model_is_refused_in_one_line(tmp_path: Path) -> None:
