@@ -8,7 +8,9 @@ from typing import Final
 from .family import Blocks, Experts, Family, HeadNorm, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
+from .vision import QWEN2_5_VL, QWEN3_VL
 
+_QWEN2: Final = Family(qkv_bias=True, windows=windows_in_last_layers)
 _QWEN3: Final = Family(
     attention_bias="attention_bias",
     head_norm=HeadNorm.EACH_HEAD,
@@ -42,10 +44,10 @@ _QWEN3_5_MOE_TEXT: Final = replace(
 
 FAMILIES: Final[Mapping[str, Family]] = {
     # Qwen2 and Qwen2.5: biases on the query, key and value projections only.
-    "qwen2": Family(
-        qkv_bias=True,
-        windows=windows_in_last_layers,
-    ),
+    "qwen2": _QWEN2,
+    # Their rotary positions have three axes, of which the tokens of texts have equal ones.
+    "qwen2_5_vl": replace(_QWEN2, nested_type="qwen2_5_vl_text", vision=QWEN2_5_VL, defaults={"rms_norm_eps": 1e-6}),
+    "qwen3_vl": replace(_QWEN3, nested_type="qwen3_vl_text", vision=QWEN3_VL),
     "qwen3": _QWEN3,
     # Qwen3 with a mixture-of-experts feed-forward.
     "qwen3_moe": replace(_QWEN3, experts=Experts(), defaults={}),

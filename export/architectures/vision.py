@@ -20,6 +20,8 @@ class Projector(Enum):
     """The channels of neighbouring tokens side by side, then a linear (Idefics3)."""
     AVERAGE_POOL = auto()
     """The mean of neighbouring tokens, then an RMS norm and a matrix (Gemma 3)."""
+    PATCH_MERGER = auto()
+    """The channels of a square of tokens side by side, then two linears (Qwen-VL)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,19 @@ class VisionFamily:
     """Norms of a layer before attention and feed-forward."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.out_proj"
-    mlp: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+    """Modules of the feed-forward; of three, the first gates the second."""
+    native: bool = False
+    """Whether images keep about their size, so that patches have rotary positions and come one after another."""
+    rms_norms: bool = False
+    """Whether norms are RMS norms without biases."""
+    patches: str = "embeddings.patch_embedding"
+    positions: str | None = "embeddings.position_embedding"
+    """Module of the learned position embeddings; None for a tower without."""
+    merger: tuple[str, str, str] = ("", "", "")
+    """The norm and the two linears of a `PATCH_MERGER`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of settings of `vision_config` that differ from SigLIP's."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that `vision_config` may omit, where they differ from SigLIP's."""
 
@@ -64,3 +78,55 @@ GEMMA3: Final = VisionFamily(
     projector=Projector.AVERAGE_POOL,
 )
 """Gemma 3: SigLIP over the whole image, resized to a square."""
+_QWEN_SETTINGS: Final = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+QWEN2_5_VL: Final = VisionFamily(
+    towers=("visual", "model.visual"),
+    projectors=("visual.merger", "model.visual.merger"),
+    projector=Projector.PATCH_MERGER,
+    layers="blocks",
+    norms=("norm1", "norm2"),
+    qkv=("attn.qkv",),
+    output="attn.proj",
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    native=True,
+    rms_norms=True,
+    patches="patch_embed.proj",
+    positions=None,
+    merger=("ln_q", "mlp.0", "mlp.2"),
+    settings=_QWEN_SETTINGS,
+    defaults={
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "hidden_act": "silu",
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+)
+"""Qwen2.5-VL: most layers attend within windows."""
+QWEN3_VL: Final = VisionFamily(
+    towers=("model.visual", "visual"),
+    projectors=("model.visual.merger", "visual.merger"),
+    projector=Projector.PATCH_MERGER,
+    layers="blocks",
+    norms=("norm1", "norm2"),
+    qkv=("attn.qkv",),
+    output="attn.proj",
+    mlp=("mlp.linear_fc1", "mlp.linear_fc2"),
+    native=True,
+    patches="patch_embed.proj",
+    positions="pos_embed",
+    merger=("norm", "linear_fc1", "linear_fc2"),
+    settings=_QWEN_SETTINGS,
+    defaults={
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+)
+"""Qwen3-VL: learned positions too, and features of several layers, which layers of the language model add."""

@@ -49,7 +49,7 @@ TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
 _GRANITE = ("granite", "granitemoehybrid")
-_LANGUAGE_MODELS: Final = {"idefics3": "llama", "smolvlm": "llama"}
+_LANGUAGE_MODELS: Final = {"idefics3": "llama", "smolvlm": "llama", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """What the language models of families that see compute as."""
 _IN_BLOCKS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
 """Families with block diffusion, and those that they compute like under the same mask."""
@@ -114,7 +114,7 @@ def language_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"tie_word_embeddings": False, **config, **config["text_config"]}
     if (kind := _LANGUAGE_MODELS.get(config["model_type"])) is not None:
         outer = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        return {"rms_norm_eps": 1e-5, **outer, **config["text_config"], "model_type": kind}
+        return {"rms_norm_eps": 1e-5, **outer, **config.get("text_config", config), "model_type": kind}
     return config
 
 

@@ -120,7 +120,7 @@ def _read_scaling(config: Mapping[str, Any], settings: Mapping[str, Any], channe
         kind = "longrope"  # its name in the first Phi-3 checkpoints
     longest = max_positions(config)
     match kind:
-        case "default" | "linear":
+        case "default" | "linear" | "mrope":
             return Linear(number(settings, "factor") if kind == "linear" else 1.0)
         case "proportional":
             share = number(settings, "partial_rotary_factor", default=1.0)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import CheckpointError
-from ...models.json_file import shown
+from ...models.json_file import is_whole, shown
 from ..architectures.vision import SIGLIP_DEFAULTS, Projector, VisionFamily
 from .config import DecoderConfig
 from .json_fields import count, number, read_json
 from .safetensors_files import Checkpoint
 from .source import ModelSource
 
-_ACTIVATIONS: Final[Mapping[str, str]] = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
-"""Supported activations, and the `approximate` of ONNX's Gelu."""
+_ACTIVATIONS: Final[Mapping[str, str]] = {"gelu_pytorch_tanh": "tanh", "gelu": "none", "silu": "silu"}
+"""Supported activations: the `approximate` of ONNX's Gelu, or silu."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,21 @@ class VisionConfig:
     patch_size: int
     """Pixels of a side of a patch."""
     side: int
-    """Patches of a side of a square image."""
+    """Patches of a side of a square image, and of learned position embeddings."""
     epsilon: float
     """What norms add to the variance."""
-    gelu: str
-    """The `approximate` of ONNX's Gelu."""
+    activation: str
+    """The `approximate` of ONNX's Gelu, or silu."""
     merged: int
     """Patches of a side of the square that becomes one token of the language model."""
     output_size: int
     """Channels of a token of the language model."""
+    frames: int
+    """Number of times that a patch has the pixels of an image, as if it were a video."""
+    full_layers: tuple[int, ...] | None
+    """Layers that attend to the whole image, where the others do within windows; None where all do."""
+    deepstack: tuple[int, ...]
+    """Layers that give features too, which the first layers of the language model add."""
 
 
 def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | None:
@@ -72,7 +78,10 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
             f"config.json: hidden_act {shown(activation)} of vision_config is not supported",
             f"supported are {', '.join(_ACTIVATIONS)}",
         )
+    settings = {**settings, **{name: settings.get(own) for name, own in family.settings.items()}}
     side = count(settings, "image_size") // count(settings, "patch_size")
+    if (learned := settings.get("num_position_embeddings")) is not None:
+        side = int(learned**0.5)
     return VisionConfig(
         family=family,
         source=files,
@@ -85,15 +94,28 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         patch_size=count(settings, "patch_size"),
         side=side,
         epsilon=number(settings, "layer_norm_eps"),
-        gelu=_ACTIVATIONS[activation],
-        merged=_merged(config, family, side),
+        activation=_ACTIVATIONS[activation],
+        merged=_merged(config, settings, family, side),
         output_size=decoder.hidden_size,
+        frames=count(settings, "temporal_patch_size", default=2),
+        full_layers=None if settings.get("window_size") is None else _layers(settings, "fullatt_block_indexes"),
+        deepstack=_layers(settings, "deepstack_visual_indexes"),
     )
 
 
-def _merged(config: Mapping[str, Any], family: VisionFamily, side: int) -> int:
+def _layers(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """A setting that lists layers; none where it is absent."""
+    listed = settings.get(name) or []
+    if not isinstance(listed, list) or not all(is_whole(each, 0) for each in listed):
+        raise CheckpointError(f"config.json: {name} must list layers, found {shown(listed)}")
+    return tuple(listed)
+
+
+def _merged(config: Mapping[str, Any], settings: Mapping[str, Any], family: VisionFamily, side: int) -> int:
     """Patches of a side of the square that becomes one token."""
     match family.projector:
+        case Projector.PATCH_MERGER:
+            return count(settings, "spatial_merge_size", default=2)
         case Projector.PIXEL_SHUFFLE:
             merged = count(config, "scale_factor", default=2)
         case Projector.AVERAGE_POOL:

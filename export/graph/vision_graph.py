@@ -22,6 +22,11 @@ from .nodes import MICROSOFT, Nodes
 
 PIXELS: Final = "pixel_values"
 FEATURES: Final = "image_features"
+POSITIONS: Final = "patch_positions"
+WINDOWS: Final = "windows"
+WINDOW_SLOTS: Final = "window_slots"
+AXIS_WEIGHTS: Final = {"row_weights": "H", "column_weights": "C"}
+"""Inputs with the shares of learned positions in the rows and the columns of an image, and their sizes."""
 
 
 def write_vision(
@@ -36,15 +41,15 @@ def write_vision(
     with WeightFile(folder / VISION_WEIGHTS_NAME) as data:
         weights = Initializers(vision.source, data, lambda _: None)
         nodes = Nodes(decoder, defaultdict(lambda: weight_format), weights)
-        tower = _Tower(nodes, vision)
+        tower = (_NativeTower if vision.family.native else _Tower)(nodes, vision)
         tower.append()
-        declare, side = helper.make_tensor_value_info, vision.side * vision.patch_size
+        declare = helper.make_tensor_value_info
         graph = GraphProto(
             name="vision",
             node=[*weights.conversions, *nodes.protos],
             initializer=weights.protos,
-            input=[declare(PIXELS, TensorProto.FLOAT, ["T", 3, side, side])],
-            output=[declare(FEATURES, TensorProto.FLOAT, [1, "N", vision.output_size])],
+            input=[declare(*each) for each in tower.inputs()],
+            output=[declare(FEATURES, TensorProto.FLOAT, [1 + len(vision.deepstack), "N", vision.output_size])],
         )
         digest = data.digest()
     (folder / VISION_GRAPH_NAME).write_bytes(as_model(graph).SerializeToString())
@@ -58,6 +63,11 @@ class _Tower:
         self._nodes = nodes
         self._vision = vision
 
+    def inputs(self) -> list[tuple[str, int, list[int | str]]]:
+        """Names, types and shapes of the inputs."""
+        side = self._vision.side * self._vision.patch_size
+        return [(PIXELS, TensorProto.FLOAT, ["T", 3, side, side])]
+
     def append(self) -> None:
         """Append everything between pixels and features."""
         nodes, vision = self._nodes, self._vision
@@ -67,7 +77,7 @@ class _Tower:
         match vision.family.projector:
             case Projector.PIXEL_SHUFFLE:
                 tokens = self._pixel_shuffle(self._norm(f"{vision.tower}.post_layernorm", states, "normed"))
-            case Projector.AVERAGE_POOL:
+            case _:
                 tokens = self._average_pool(self._norm(f"{vision.tower}.post_layernorm", states, "normed"))
         nodes.add("Reshape", [tokens, nodes.integers("features.shape", 1, -1, vision.output_size)], FEATURES)
 
@@ -95,14 +105,28 @@ class _Tower:
         parts = [f"{name}.{part}" for part in ("query", "key", "value")]
         packed = self._linear(f"{name}.qkv", module, family.qkv, (hidden,) * 3, hidden, normed)
         nodes.split(packed, parts, nodes.integers("heads.widths", hidden, hidden, hidden))
-        attended = nodes.add("MultiHeadAttention", parts, f"{name}.attended", MICROSOFT, num_heads=vision.heads)
+        attended = self._attend(index, parts, f"{name}.attended")
         output = self._linear(f"{name}.o", module, (family.output,), (hidden,), hidden, attended)
         states = nodes.add("Add", [states, output], f"{name}.attention_sum")
         normed = self._norm(f"{module}.{family.norms[1]}", states, f"{name}.mlp_norm")
-        inner = self._linear(f"{name}.up", module, family.mlp[:1], (wide,), hidden, normed)
-        activated = nodes.add("Gelu", [inner], f"{name}.gelu", approximate=vision.gelu)
-        output = self._linear(f"{name}.down", module, family.mlp[1:], (hidden,), wide, activated)
+        *first, last = family.mlp
+        inner = self._linear(f"{name}.up", module, tuple(first), (wide,) * len(first), hidden, normed)
+        if len(first) == 1:
+            inner = self._activated(inner, f"{name}.gelu")
+        else:
+            gate, up = nodes.split(inner, [f"{name}.gate", f"{name}.inner"], nodes.integers("mlp.widths", wide, wide))
+            inner = nodes.add("Mul", [self._activated(gate, f"{name}.opened"), up], f"{name}.gated")
+        output = self._linear(f"{name}.down", module, (last,), (hidden,), wide, inner)
         return nodes.add("Add", [states, output], f"{name}.sum")
+
+    def _attend(self, index: int, parts: list[str], name: str) -> str:  # noqa: ARG002 -- native towers have layers that differ
+        """Append the attention of queries, keys and values to each other."""
+        return self._nodes.add("MultiHeadAttention", parts, name, MICROSOFT, num_heads=self._vision.heads)
+
+    def _activated(self, value: str, output: str) -> str:
+        if self._vision.activation == "silu":
+            return self._nodes.silu(value, output)
+        return self._nodes.add("Gelu", [value], output, approximate=self._vision.activation)
 
     def _pixel_shuffle(self, states: str) -> str:
         """The channels of squares of patches side by side, then a linear; Idefics3's `pixel_shuffle`."""
@@ -132,11 +156,14 @@ class _Tower:
         matrix = self._tensor(f"{vision.projector}.mm_input_projection_weight", (hidden, vision.output_size))
         return nodes.add("MatMul", [normed, matrix], "projector")
 
-    def _norm(self, module: str, value: str, output: str) -> str:
-        """Append a layer norm over the last axis."""
-        parts = [self._tensor(f"{module}.{part}", (self._vision.hidden_size,)) for part in ("weight", "bias")]
-        epsilon = self._vision.epsilon
-        return self._nodes.add("LayerNormalization", [value, *parts], output, axis=-1, epsilon=epsilon)
+    def _norm(self, module: str, value: str, output: str, width: int | None = None) -> str:
+        """Append a norm over the last axis, of the hidden channels unless `width` says otherwise."""
+        vision, shape = self._vision, (width or self._vision.hidden_size,)
+        weight = self._tensor(f"{module}.weight", shape)
+        if vision.family.rms_norms:
+            return self._nodes.norm_by(value, weight, output, vision.epsilon)
+        parts = [value, weight, self._tensor(f"{module}.bias", shape)]
+        return self._nodes.add("LayerNormalization", parts, output, axis=-1, epsilon=vision.epsilon)
 
     def _linear(
         self,
@@ -160,6 +187,130 @@ class _Tower:
         """Add a tensor of the checkpoint in float32, under its own name."""
         self._vision.source.require(name, shape)
         return self._nodes.weights.vector(name, [name])
+
+
+class _NativeTower(_Tower):
+    """Appends a tower over the patches of one image of any size, which come square by square as they are merged."""
+
+    def inputs(self) -> list[tuple[str, int, list[int | str]]]:
+        """Flat patches with their rows and columns, and what some towers have besides."""
+        vision = self._vision
+        found: list[tuple[str, int, list[int | str]]] = [
+            (PIXELS, TensorProto.FLOAT, ["P", 3 * vision.frames * vision.patch_size**2]),
+            (POSITIONS, TensorProto.INT64, ["P", 2]),
+        ]
+        if vision.full_layers is not None:
+            found += [(WINDOWS, TensorProto.INT64, ["W", "S"]), (WINDOW_SLOTS, TensorProto.INT64, ["P"])]
+        if vision.family.positions is not None:
+            found += [(name, TensorProto.FLOAT, [size, vision.side]) for name, size in AXIS_WEIGHTS.items()]
+        return found
+
+    def append(self) -> None:
+        """Append everything between patches and features."""
+        nodes, vision = self._nodes, self._vision
+        self._append_rotation()
+        states, features = self._patches(), []
+        for index in range(vision.layers):
+            states = self._layer(index, states)
+            if index in vision.deepstack:
+                number = vision.deepstack.index(index)
+                features.append(
+                    self._merged(f"{vision.tower}.deepstack_merger_list.{number}", states, normed_last=True)
+                )
+        merged = self._merged(vision.projector, states)
+        nodes.add("Concat", [merged, *features], FEATURES, axis=0)
+
+    def _patches(self) -> str:
+        """The embedded patches, [1, P, hidden]."""
+        nodes, vision = self._nodes, self._vision
+        module, hidden = f"{vision.tower}.{vision.family.patches}", vision.hidden_size
+        shape = (hidden, 3, vision.frames, vision.patch_size, vision.patch_size)
+        vision.source.require(f"{module}.weight", shape)
+        kernel = vision.source.read(f"{module}.weight").reshape(hidden, -1)
+        matrix = nodes.constant(f"{module}.weight", np.ascontiguousarray(kernel.T))
+        embedded = nodes.add("MatMul", [PIXELS, matrix], "patches")
+        if vision.family.positions is not None:
+            embedded = nodes.add("Add", [embedded, self._tensor(f"{module}.bias", (hidden,))], "patches.biased")
+            embedded = nodes.add("Add", [embedded, self._learned_positions()], "patches.placed")
+        return nodes.add("Unsqueeze", [embedded, nodes.integers("first.axis", 0)], "embedded")
+
+    def _learned_positions(self) -> str:
+        """The position embeddings of a square, interpolated to the rows and columns of the image, [P, hidden]."""
+        nodes, side, hidden = self._nodes, self._vision.side, self._vision.hidden_size
+        table = self._tensor(f"{self._vision.tower}.{self._vision.family.positions}.weight", (side * side, hidden))
+        rows, columns = AXIS_WEIGHTS
+        flat = nodes.add("Reshape", [table, nodes.integers("positions.flat", side, -1)], "positions.table")
+        by_row = nodes.add("MatMul", [rows, flat], "positions.by_row")
+        apart = nodes.add("Reshape", [by_row, nodes.integers("positions.apart", -1, side, hidden)], "positions.rows")
+        grid = nodes.add("MatMul", [columns, apart], "positions.grid")
+        return nodes.add("GatherND", [grid, POSITIONS], "positions")
+
+    def _append_rotation(self) -> None:
+        """Append cosines and sines [P, head / 2] of rows, then of columns, and their indices [1, P]."""
+        nodes, vision = self._nodes, self._vision
+        size = vision.hidden_size // vision.heads // 2
+        frequencies = nodes.constant("frequencies", 10000.0 ** (-np.arange(0, size, 2, dtype=np.float32) / size))
+        numbers = nodes.add("Cast", [POSITIONS], "places", to=TensorProto.FLOAT)
+        apart = nodes.add("Unsqueeze", [numbers, nodes.integers("last.axis", -1)], "places.apart")
+        angles = nodes.add("Mul", [apart, frequencies], "angles.apart")
+        joined = nodes.add("Reshape", [angles, nodes.integers("angles.shape", 0, size)], "angles")
+        nodes.add("Cos", [joined], "cosines")
+        nodes.add("Sin", [joined], "sines")
+        count = nodes.add("Shape", [POSITIONS], "patch.count", start=0, end=1)
+        scalar = nodes.add("Squeeze", [count], "patch.number")
+        bounds = [nodes.constant(f"range.{each}", np.array(each, np.int64)) for each in (0, 1)]
+        numbered = nodes.add("Range", [bounds[0], scalar, bounds[1]], "patch.indices.flat")
+        nodes.add("Unsqueeze", [numbered, nodes.integers("first.axis", 0)], "patch.indices")
+
+    def _attend(self, index: int, parts: list[str], name: str) -> str:
+        """Append rotation and attention, within windows in some layers."""
+        nodes, vision = self._nodes, self._vision
+        rotated = [
+            nodes.add(
+                "RotaryEmbedding",
+                [part, "patch.indices", "cosines", "sines"],
+                f"{part}.rotated",
+                MICROSOFT,
+                num_heads=vision.heads,
+            )
+            for part in parts[:2]
+        ]
+        parts = [*rotated, parts[2]]
+        if vision.full_layers is None or index in vision.full_layers:
+            return super()._attend(index, parts, name)
+        first = nodes.integers("first.axis", 0)
+        flat = [nodes.add("Squeeze", [part, first], f"{part}.flat") for part in parts]
+        windows = [nodes.add("Gather", [part, WINDOWS], f"{part}.windows", axis=0) for part in flat]
+        inputs = [*windows, "", "", self._window_bias()]
+        attended = nodes.add("MultiHeadAttention", inputs, f"{name}.windows", MICROSOFT, num_heads=vision.heads)
+        rows = nodes.add("Reshape", [attended, nodes.integers("rows", -1, vision.hidden_size)], f"{name}.rows")
+        ordered = nodes.add("Gather", [rows, WINDOW_SLOTS], f"{name}.flat", axis=0)
+        return nodes.add("Unsqueeze", [ordered, first], name)
+
+    def _window_bias(self) -> str:
+        """The bias [W, 1, S, S] that hides the places without a patch, whose indices are -1; appended once."""
+        nodes, name = self._nodes, "windows.bias"
+        if any(name in node.output for node in nodes.protos):
+            return name
+        absent = nodes.add("Less", [WINDOWS, nodes.constant("range.0", np.array(0, np.int64))], "windows.absent")
+        hidden = nodes.add("Where", [absent, nodes.scalar("hidden", -1e9), nodes.scalar("seen", 0.0)], "windows.keys")
+        keys = nodes.add("Unsqueeze", [hidden, nodes.integers("window.axes", 1, 2)], "windows.by_key")
+        queries = nodes.add("Unsqueeze", [hidden, nodes.integers("query.axes", 1, 3)], "windows.by_query")
+        none = nodes.add("Mul", [queries, nodes.scalar("seen", 0.0)], "windows.zeros")
+        return nodes.add("Add", [keys, none], name)
+
+    def _merged(self, module: str, states: str, *, normed_last: bool = False) -> str:
+        """The squares of patches as tokens, [1, N, output], normed patch by patch or together."""
+        nodes, vision, (norm, *linears) = self._nodes, self._vision, self._vision.family.merger
+        width = vision.merged**2 * vision.hidden_size
+        if not normed_last:
+            states = self._norm(f"{module}.{norm}", states, f"{module}.normed")
+        tokens = nodes.add("Reshape", [states, nodes.integers("tokens.shape", 1, -1, width)], f"{module}.tokens")
+        if normed_last:
+            tokens = self._norm(f"{module}.{norm}", tokens, f"{module}.normed", width)
+        inner = self._linear(f"{module}.first", module, (linears[0],), (width,), width, tokens)
+        inner = nodes.add("Gelu", [inner], f"{module}.gelu")
+        return self._linear(f"{module}.second", module, (linears[1],), (vision.output_size,), width, inner)
 
 
 def _idefics3_positions(side: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -29,7 +29,9 @@ class PassImages(NamedTuple):
     rows: npt.NDArray[np.int64]
     """Indices of these tokens in the pass, ascending."""
     features: Floats
-    """`[1, n, hidden]`."""
+    """`[1 + layers, n, hidden]`: in place of embeddings, and what the first layers add to their outputs."""
+    positions: npt.NDArray[np.int64] | None = None
+    """Positions `[3, tokens]` of all tokens of the pass in time, rows and columns; None where they have one each."""
 
 
 class NewTokens(NamedTuple):

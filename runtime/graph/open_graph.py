@@ -153,7 +153,7 @@ def _further_graphs(
         from ..images.image_processors import processor_of  # noqa: PLC0415 -- as above
 
         size = bundle.manifest.architecture.hidden_size
-        further.append(ImageGraph(file, base, metadata, size, bidirectional=processor_of(bundle).bidirectional))
+        further.append(ImageGraph(file, base, metadata, size, processor_of(bundle)))
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
 

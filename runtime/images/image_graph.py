@@ -6,24 +6,29 @@ alone, drafting, shared passes and further graphs stay as they are (docs/decisio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
-from ...models.onnx_file.model_messages import tensor, value_info
+from ...models.onnx_file.model_messages import Message, tensor, value_info
+from ..graph.attention_edits import rotate_outside
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
+from .image_processors import ImageProcessor
 
 FEATURES: Final = "image_features"
 ROWS: Final = "image_rows"
+INDICES: Final = "rotary_indices"
+ROTARY: Final = ("rotary_cosines", "rotary_sines")
+Tables: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _EMBEDDED: Final = ("embedded.scaled", "embedded", "embedded.joined")
 """Names of the embeddings in exported graphs, of which the first that exists is what the layers read."""
 
@@ -36,21 +41,23 @@ class ImageGraph(FurtherGraph):
         own: that graph.
         metadata: what the files beside it say.
         hidden_size: channels of an embedding.
-        bidirectional: whether the tokens of an image attend to each other.
+        processor: the model's image processor.
     """
 
     name = "images"
     required = True
 
     def __init__(
-        self, graph: Path, own: GraphSession, metadata: ModelMetadata, hidden_size: int, *, bidirectional: bool
+        self, graph: Path, own: GraphSession, metadata: ModelMetadata, hidden_size: int, processor: ImageProcessor
     ) -> None:
         self._graph: Final = graph
         self._hidden_size: Final = hidden_size
         # Idle threads must not spin beside the threads of the model's own graph.
         self._config: Final = replace(own.config, shares_cores=True)
         self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
-        self._bidirectional: Final = bidirectional
+        self._processor: Final = processor
+        self._tables: Tables | None = None
+        """Cosines and sines `[positions, pairs]` of the graph, where positions have three axes."""
 
     def takes(self, new: NewTokens, base: int) -> bool:
         """Whether a pass has features of images."""
@@ -61,7 +68,13 @@ class ImageGraph(FurtherGraph):
         """The features of a pass, and where they stand."""
         assert new.images is not None  # noqa: S101  it takes no other passes
         rows = np.stack([np.zeros_like(new.images.rows), new.images.rows], axis=1)
-        return {FEATURES: np.ascontiguousarray(new.images.features), ROWS: rows}
+        inputs = {FEATURES: np.ascontiguousarray(new.images.features), ROWS: rows}
+        axes, positions = self._processor.axes, new.images.positions
+        if axes is not None and positions is not None and self._tables is not None:
+            pairs = np.arange(axes.size)
+            inputs |= {name: table[positions[axes].T, pairs] for name, table in zip(ROTARY, self._tables, strict=True)}
+            inputs[INDICES] = np.arange(positions.shape[1])[None]
+        return inputs
 
     def load(self) -> GraphSession:
         """Make the graph and load it.
@@ -70,20 +83,35 @@ class ImageGraph(FurtherGraph):
             BundleError: it cannot be made or loaded.
         """
         try:
-            model = image_graph(self._graph, self._hidden_size, bidirectional=self._bidirectional)
+            model, self._tables = image_graph(
+                self._graph,
+                self._hidden_size,
+                self._processor.layers,
+                bidirectional=self._processor.bidirectional,
+                own_rotation=self._processor.axes is not None,
+            )
         except CannotRewriteError as error:
             raise BundleError(f"{self._graph} cannot take images: {error}", "export it with edge-run export") from error
         return GraphSession(self._graph, self._config, self._metadata, model=model)
 
 
-def image_graph(graph: Path, hidden_size: int, *, bidirectional: bool) -> bytes:
-    """A decoder graph with two more inputs: `image_features` float32 `[1, N, hidden]`, which take the place of the
-    embeddings at `image_rows` int64 `[N, 2]`, each 0 and the index of a new token.
+def image_graph(
+    graph: Path, hidden_size: int, layers: int, *, bidirectional: bool, own_rotation: bool
+) -> tuple[bytes, Tables | None]:
+    """A decoder graph with two more inputs: `image_features` float32 `[1 + L, N, hidden]`, of which the first take the
+    place of the embeddings at `image_rows` int64 `[N, 2]`, each 0 and the index of a new token. The others are added to
+    the outputs of the first L layers there.
 
     Args:
         graph: the model file; the result refers to the same weights, relative to its folder.
         hidden_size: channels of an embedding.
+        layers: number of layers with features, L.
         bidirectional: whether the caller's bias alone says which of the new tokens attend to later ones.
+        own_rotation: whether the cosines and sines of the new tokens are inputs too, `ROTARY` `[M, pairs]`, with their
+            numbers in `INDICES` `[1, M]`.
+
+    Returns:
+        The graph, and the cosines and sines by position that the model's own has.
 
     Raises:
         BundleError: the file is not an ONNX model.
@@ -93,18 +121,58 @@ def image_graph(graph: Path, hidden_size: int, *, bidirectional: bool) -> bytes:
     embedded = next((name for name in _EMBEDDED if editor.producer(name) is not None), None)
     if embedded is None:
         raise CannotRewriteError("its embedding is not known")
-    # Inputs with defaults: the graph has the same inputs as the model's own where they are not bound.
-    for name, default in ((FEATURES, np.zeros((1, 0, hidden_size), np.float32)), (ROWS, np.zeros((0, 2), np.int64))):
-        shape: list[int | str] = [1, "N", hidden_size] if name == FEATURES else ["N", 2]
-        editor.graph.input.append(value_info(name, default.dtype, shape))
-        editor.add(tensor(name, default))
+    _add_input(editor, FEATURES, [1 + layers, "N", hidden_size], np.zeros((1 + layers, 0, hidden_size), np.float32))
+    _add_input(editor, ROWS, ["N", 2], np.zeros((0, 2), np.int64))
+    names = [f"layers.{layer}.next_norm" for layer in range(layers)]
+    ends = [editor.producer(name) or editor.producer(f"{name}.residual") for name in names]
+    changed = [embedded, *(each.input[0] for each in ends if each is not None)]
+    if len(changed) != 1 + layers:
+        raise CannotRewriteError("its layers are not known")
     for each in editor.graph.node:
-        each.input[:] = [f"{name}.seen" if name == embedded else name for name in each.input]
-    rows = onnx_node("Squeeze", [FEATURES, editor.integers("images.axes", 0)], "image_features.rows")
-    seen = onnx_node("ScatterND", [embedded, ROWS, "image_features.rows"], f"{embedded}.seen")
-    editor.rewrite(lambda each: [each, rows, seen] if embedded in each.output else [each])
-    if not bidirectional:
-        return editor.serialized()
-    from ..long_context.dense_attention import dense_graph  # noqa: PLC0415 -- one family needs it
+        each.input[:] = [f"{name}.seen" if name in changed else name for name in each.input]
 
-    return dense_graph(editor, causal=False)
+    def seen(each: Message) -> Iterator[Message]:
+        yield each
+        for output in each.output:
+            if output in changed:
+                number = changed.index(output)
+                at = editor.constant(f"images.{number}", np.array(number, np.int64))
+                yield onnx_node("Gather", [FEATURES, at], f"{FEATURES}.{number}", axis=0)
+                how = "add" if number else "none"
+                inputs = [output, ROWS, f"{FEATURES}.{number}"]
+                yield onnx_node("ScatterND", inputs, f"{output}.seen", reduction=how)
+
+    editor.rewrite(seen)
+    if bidirectional:
+        from ..long_context.dense_attention import dense_graph  # noqa: PLC0415 -- one family needs it
+
+        return dense_graph(editor, causal=False), None
+    tables = _rotate_by_inputs(editor) if own_rotation else None
+    return editor.serialized(), tables
+
+
+def _add_input(editor: GraphEditor, name: str, shape: list[int | str], default: npt.NDArray[Any]) -> None:
+    """Add an input that need not be bound."""
+    editor.graph.input.append(value_info(name, default.dtype, shape))
+    editor.add(tensor(name, default))
+
+
+def _rotate_by_inputs(editor: GraphEditor) -> Tables:
+    """Let queries and keys be rotated by inputs; returns the cosines and sines that rotated them before.
+
+    Raises:
+        CannotRewriteError: they are not constants, or differ between layers.
+    """
+    rotate_outside(editor)
+    rotations = [each for each in editor.graph.node if each.op_type == "RotaryEmbedding"]
+    names = {tuple(each.input[2:4]) for each in rotations}
+    tables = [editor.array(name) for pair in names for name in pair]
+    if len(tables) != 2 or tables[0] is None or tables[1] is None:
+        raise CannotRewriteError("its rotation is not known")
+    pairs = tables[0].shape[1]
+    _add_input(editor, INDICES, [1, "M"], np.zeros((1, 1), np.int64))
+    for name in ROTARY:
+        _add_input(editor, name, ["M", pairs], np.zeros((1, pairs), np.float32))
+    for each in rotations:
+        each.input[1:4] = [INDICES, *ROTARY]
+    return tables[0], tables[1]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import InputError
 from ..graph.bound_graph import NewTokens, PassImages
@@ -41,6 +42,25 @@ class PromptImages:
         self._images: Final = tuple(images)
         self._keys: Final = np.concatenate([each.keys for each in images])
         self._bidirectional: Final = model.processor.bidirectional
+        self._positions: Final = self._three_axes(len(token_ids))
+        """Positions int64 `[3, n]` in time, rows and columns; None where they are the slots."""
+
+    def _three_axes(self, count: int) -> npt.NDArray[np.int64] | None:
+        """The positions of `count` tokens: those of a text count on from the largest one before (M-RoPE, Qwen2-VL)."""
+        if self._images[0].grid is None:
+            return None
+        steps, first = np.ones(count, np.int64), 0
+        grids = [each.grid or (1, 1) for each in self._images]
+        starts = [int(self._slots[end - each.tokens]) for end, each in zip(self._ends, self._images, strict=True)]
+        for start, (rows, columns) in zip(starts, grids, strict=True):
+            steps[start : start + rows * columns] = 0
+            steps[start + rows * columns - 1] = max(rows, columns)
+        positions = np.tile(np.cumsum(steps) - steps, (3, 1))
+        for start, (rows, columns) in zip(starts, grids, strict=True):
+            span, first = slice(start, start + rows * columns), int(positions[0, start])
+            positions[:, span] = first
+            positions[1:, span] += np.indices((rows, columns)).reshape(2, -1)
+        return positions
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """The beginning of the prompt and what follows it, with keys in place of image tokens."""
@@ -77,8 +97,9 @@ class PromptImages:
             EdgeError: the vision tower fails.
         """
         first, last = np.searchsorted(self._slots, (base, base + len(new.ids))).tolist()
+        positions = None if self._positions is None else self._positions[:, base : base + len(new.ids)]
         if first == last:
-            return new
+            return new if self._positions is None else self._shifted(new, base, self._positions)
         parts, start = [], 0
         for image, stop in zip(self._images, self._ends.tolist(), strict=True):
             if first < stop and last > start:
@@ -91,7 +112,16 @@ class PromptImages:
             places[slots - base] = np.searchsorted(self._ends, np.arange(first, last), side="right")
             together = (places[:, None] == places) & (places >= 0)
             mask = np.tri(len(new.ids), dtype=np.bool_) | together
-        return new._replace(tree_mask=mask, images=PassImages(slots - base, np.concatenate(parts, axis=1)))
+        return new._replace(tree_mask=mask, images=PassImages(slots - base, np.concatenate(parts, axis=1), positions))
+
+    @staticmethod
+    def _shifted(new: NewTokens, base: int, positions: npt.NDArray[np.int64]) -> NewTokens:
+        """A pass over text with the positions that it has behind images."""
+        count = positions.shape[1]
+        # The last token of the prompt is text, and what follows counts on from it.
+        shift = int(positions[0, min(base, count - 1)]) - min(base, count - 1)
+        given = np.arange(base, base + len(new.ids)) if new.positions is None else np.asarray(new.positions)
+        return new._replace(positions=given + shift) if shift else new
 
 
 def placed_images(

@@ -78,7 +78,7 @@ class VisionModel:
         return made
 
     def features(self, tile: npt.NDArray[np.uint8]) -> Floats:
-        """The features of a tile, float32 `[1, tokens, hidden]`.
+        """The features of a tile, float32 `[1 + layers, tokens, hidden]`; those after the first are for layers.
 
         Raises:
             EdgeError: the graph cannot be loaded, or fails.
@@ -86,7 +86,7 @@ class VisionModel:
         if self._session is None:
             self._session, _ = load_graph(self._graph, self._config)
         try:
-            features: Floats = self._session.run(None, {"pixel_values": self.processor.pixel_values(tile)})[0]
+            features: Floats = self._session.run(None, self.processor.inputs(tile))[0]
         except ORT_ERRORS as error:
             raise run_failure("the vision tower", error) from error
         return features
@@ -115,12 +115,14 @@ class SeenImage:
     Attributes:
         text: what stands for it in a prompt.
         tokens: number of its features.
+        grid: rows and columns of its tokens, where positions have three axes.
         keys: what stands for its tokens where sequences are compared: int64 `[tokens]`, all negative.
     """
 
     def __init__(self, model: VisionModel, digest: bytes, image: ProcessedImage) -> None:
         self.text: Final = image.text
         self.tokens: Final = image.tokens * len(image.tiles)
+        self.grid: Final = image.grid
         first = int.from_bytes(digest[:8]) >> 2  # 62 bits, so that the sums below stay in 64
         self.keys: Final[npt.NDArray[np.int64]] = -1 - (first + np.arange(self.tokens, dtype=np.int64))
         self._model: Final = model
@@ -130,7 +132,7 @@ class SeenImage:
         self._features: Final[dict[int, Floats]] = {}
 
     def features(self, start: int, stop: int) -> Floats:
-        """Features float32 `[1, stop - start, hidden]` of some of its tokens.
+        """Features float32 `[1 + layers, stop - start, hidden]` of some of its tokens.
 
         Raises:
             EdgeError: the vision tower fails.

@@ -15,17 +15,29 @@ from tokenizers import AddedToken
 from support.tiny_models import CHAT_TEMPLATE, tiny_config, tiny_tokenizer, tiny_weights, write_checkpoint, write_json
 from support.tiny_models import write_weights as write_tensors
 
-VOCAB: Final = 340
+VOCAB: Final = 343
 """Tokens of the models, the last ones of which are `IMAGE_TOKENS`."""
 IMAGE_TOKENS: Final = (
     *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
 )
 _PARTS: Final = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
 )
+_QWEN_IMAGES: Final = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 24 * 24,
+    "max_pixels": 56 * 56,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "resample": 3,
+    "image_mean": [0.5, 0.4, 0.6],
+    "image_std": [0.5, 0.6, 0.4],
+}
 FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "smolvlm": {
         "text": "llama",
@@ -64,6 +76,52 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
         },
         "processor": {"processor_class": "Gemma3Processor", "image_seq_length": 16},
     },
+    "qwen2_5_vl": {
+        "text": "qwen2",
+        "text_type": "qwen2_5_vl_text",
+        "settings": {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]}},
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "names": {},
+        "tower": "visual",
+        "vision": {
+            "depth": 3,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "hidden_act": "silu",
+            "out_hidden_size": 64,
+        },
+        "config": {"vision_start_token_id": VOCAB - 3, "vision_end_token_id": VOCAB - 1},
+        "images": _QWEN_IMAGES,
+        "processor": {"processor_class": "Qwen2_5_VLProcessor"},
+    },
+    "qwen3_vl": {
+        "text": "qwen3",
+        "text_type": "qwen3_vl_text",
+        "settings": {
+            "num_hidden_layers": 3,
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+        },
+        "placeholder": "<|vision_start|><|image_pad|><|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "names": {"model.": "model.language_model."},
+        "tower": "model.visual",
+        "vision": {
+            "depth": 3,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "patch_size": 4,
+            "num_position_embeddings": 49,
+            "deepstack_visual_indexes": [0, 1],
+            "out_hidden_size": 64,
+        },
+        "config": {"vision_start_token_id": VOCAB - 3, "vision_end_token_id": VOCAB - 1},
+        "images": _QWEN_IMAGES,
+        "processor": {"processor_class": "Qwen3VLProcessor"},
+    },
 }
 """How each family differs: `names` are prefixes of tensors of the text model, and those that files have instead."""
 
@@ -72,11 +130,11 @@ def vision_config(family: str) -> dict[str, Any]:
     """config.json of a tiny model."""
     settings = FAMILIES[family]
     text = tiny_config(settings["text"], vocab_size=VOCAB, **settings.get("settings", {}))
+    text["model_type"] = settings.get("text_type", settings["text"])
     vision = {
         "hidden_size": 48,
         "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        **({} if "depth" in settings["vision"] else {"num_hidden_layers": 2, "num_attention_heads": 4}),
         "hidden_act": "gelu_pytorch_tanh",
         **settings["vision"],
     }
@@ -118,7 +176,7 @@ def write_vision_checkpoint(folder: Path, family: str = "smolvlm", seed: int = 0
         path.unlink()
     write_json(folder / "config.json", config)
     tensors = {}
-    for name, value in tiny_weights(config["text_config"], seed).items():
+    for name, value in tiny_weights({**config["text_config"], "model_type": settings["text"]}, seed).items():
         standard = next((each for each in settings["names"] if name.startswith(each)), "")
         tensors[settings["names"].get(standard, "") + name.removeprefix(standard)] = value
     tensors |= vision_weights(family, config, seed)
@@ -136,6 +194,8 @@ def vision_weights(family: str, config: Mapping[str, Any], seed: int) -> dict[st
     """Random weights of the tower and the projector, by their names in the files."""
     random = np.random.default_rng(seed + 1)
     vision, tower = config["vision_config"], FAMILIES[family]["tower"]
+    if family.startswith("qwen"):
+        return qwen_weights(vision, tower, np.random.default_rng(seed + 1))
     hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
     output, tensors = config["text_config"]["hidden_size"], {}
 
@@ -172,4 +232,48 @@ def vision_weights(family: str, config: Mapping[str, Any], seed: int) -> dict[st
             linear(
                 "model.connector.modality_projection.proj", output, hidden * config["scale_factor"] ** 2, biased=False
             )
+    return {name: value.astype(np.float32) for name, value in tensors.items()}
+
+
+def qwen_weights(
+    vision: Mapping[str, Any], tower: str, random: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights of a tower of Qwen-VL."""
+    hidden, wide, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    gated, merged, tensors = vision["hidden_act"] == "silu", 4 * vision["hidden_size"], {}
+
+    def linear(name: str, rows: int, columns: int, *, biased: bool = True) -> None:
+        tensors[f"{tower}.{name}.weight"] = random.standard_normal((rows, columns)) * 1.5 / math.sqrt(columns)
+        if biased:
+            tensors[f"{tower}.{name}.bias"] = random.standard_normal(rows) * 0.3
+
+    def norm(name: str, width: int = hidden) -> None:
+        tensors[f"{tower}.{name}.weight"] = 1 + 0.2 * random.standard_normal(width)
+        if not gated:
+            tensors[f"{tower}.{name}.bias"] = 0.2 * random.standard_normal(width)
+
+    def merger(name: str, parts: tuple[str, str, str], norm_width: int = hidden) -> None:
+        norm(f"{name}.{parts[0]}", norm_width)
+        linear(f"{name}.{parts[1]}", merged, merged)
+        linear(f"{name}.{parts[2]}", vision["out_hidden_size"], merged)
+
+    linear("patch_embed.proj", hidden, 6 * patch * patch, biased=not gated)
+    kernel = f"{tower}.patch_embed.proj.weight"
+    tensors[kernel] = tensors[kernel].reshape(hidden, 3, 2, patch, patch)
+    names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") if gated else ("mlp.linear_fc1", "mlp.linear_fc2")
+    for layer in range(vision["depth"]):
+        norm(f"blocks.{layer}.norm1")
+        norm(f"blocks.{layer}.norm2")
+        linear(f"blocks.{layer}.attn.qkv", 3 * hidden, hidden)
+        linear(f"blocks.{layer}.attn.proj", hidden, hidden)
+        for name in names[:-1]:
+            linear(f"blocks.{layer}.{name}", wide, hidden)
+        linear(f"blocks.{layer}.{names[-1]}", hidden, wide)
+    if gated:
+        merger("merger", ("ln_q", "mlp.0", "mlp.2"))
+    else:
+        tensors[f"{tower}.pos_embed.weight"] = random.standard_normal((vision["num_position_embeddings"], hidden)) * 0.5
+        merger("merger", ("norm", "linear_fc1", "linear_fc2"))
+        for number in range(len(vision["deepstack_visual_indexes"])):
+            merger(f"deepstack_merger_list.{number}", ("norm", "linear_fc1", "linear_fc2"), merged)
     return {name: value.astype(np.float32) for name, value in tensors.items()}

@@ -71,3 +71,76 @@ def _gemma3(config: Mapping[str, Any], weights: Mapping[str, npt.NDArray[Any]], 
     projector = "multi_modal_projector"
     normed = normed * (1 + weights[f"{projector}.mm_soft_emb_norm.weight"].astype(np.float64))
     return np.asarray(normed @ weights[f"{projector}.mm_input_projection_weight"], np.float64)
+
+
+def reference_native_features(
+    family: str, config: Mapping[str, Any], weights: Mapping[str, npt.NDArray[Any]], pixels: npt.NDArray[Any]
+) -> Floats:
+    """The features float64 `[1 + layers, tokens, hidden]` of an image `[3, height, width]` by a tower of Qwen-VL."""
+    vision, tower = config["vision_config"], FAMILIES[family]["tower"]
+    patch, hidden, heads = vision["patch_size"], vision["hidden_size"], vision["num_heads"]
+    rows, columns = pixels.shape[1] // patch, pixels.shape[2] // patch
+    row, column = np.indices((rows, columns)).reshape(2, -1)
+    gated = vision["hidden_act"] == "silu"
+
+    def linear(name: str, value: Floats) -> Floats:
+        product: Floats = value @ weights[f"{tower}.{name}.weight"].astype(np.float64).T
+        return product + weights.get(f"{tower}.{name}.bias", 0)
+
+    def norm(name: str, value: Floats) -> Floats:
+        centred = value if gated else value - value.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return np.asarray(scaled * weights[f"{tower}.{name}.weight"] + weights.get(f"{tower}.{name}.bias", 0))
+
+    def merged(module: str, parts: tuple[str, str, str], value: Floats, *, normed_last: bool = False) -> Floats:
+        value = value if normed_last else norm(f"{module}.{parts[0]}", value)
+        squares = value.reshape(rows // 2, 2, columns // 2, 2, -1).swapaxes(1, 2).reshape(rows * columns // 4, -1)
+        squares = norm(f"{module}.{parts[0]}", squares) if normed_last else squares
+        inner = linear(f"{module}.{parts[1]}", squares)
+        error = np.vectorize(math.erf)(inner / math.sqrt(2))
+        return linear(f"{module}.{parts[2]}", 0.5 * inner * (1 + error))
+
+    cut = pixels.astype(np.float64).reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
+    cut = cut.reshape(rows * columns, 3, 1, patch * patch).repeat(2, axis=2).reshape(rows * columns, -1)
+    kernel = weights[f"{tower}.patch_embed.proj.weight"].reshape(hidden, -1)
+    states = cut @ kernel.T + weights.get(f"{tower}.patch_embed.proj.bias", 0)
+    if not gated:
+        side = int(vision["num_position_embeddings"] ** 0.5)
+        table = weights[f"{tower}.pos_embed.weight"].astype(np.float64).reshape(side, side, hidden)
+        for index in range(rows * columns):
+            down, right = row[index] * (side - 1) / (rows - 1), column[index] * (side - 1) / (columns - 1)
+            for y in range(side):
+                for x in range(side):
+                    states[index] += max(0, 1 - abs(down - y)) * max(0, 1 - abs(right - x)) * table[y, x]
+    quarter = hidden // heads // 4
+    frequencies = 10000.0 ** (-np.arange(quarter) / quarter)
+    angles = np.concatenate([row[:, None] * frequencies, column[:, None] * frequencies], axis=1)[:, None]
+    window = vision.get("window_size", 0) // patch
+    names = ("ln_q", "mlp.0", "mlp.2") if gated else ("norm", "linear_fc1", "linear_fc2")
+    deep = []
+    for layer in range(vision["depth"]):
+        block = f"blocks.{layer}"
+        packed = linear(f"{block}.attn.qkv", norm(f"{block}.norm1", states)).reshape(rows * columns, 3, heads, -1)
+        first, second = np.split(packed[:, :2], 2, axis=-1)
+        cosines, sines = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        turned = np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)
+        scores = np.einsum("ihc,jhc->hij", turned[:, 0], turned[:, 1]) / math.sqrt(hidden // heads)
+        if window and layer not in vision["fullatt_block_indexes"]:
+            number = row // window * columns + column // window
+            scores = np.where(number[:, None] == number, scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hij,jhc->ihc", shares / shares.sum(-1, keepdims=True), packed[:, 2])
+        states = states + linear(f"{block}.attn.proj", mixed.reshape(rows * columns, hidden))
+        normed = norm(f"{block}.norm2", states)
+        if gated:
+            gate = linear(f"{block}.mlp.gate_proj", normed)
+            inner = gate / (1 + np.exp(-gate)) * linear(f"{block}.mlp.up_proj", normed)
+            states = states + linear(f"{block}.mlp.down_proj", inner)
+        else:
+            inner = linear(f"{block}.mlp.linear_fc1", normed)
+            inner = 0.5 * inner * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+            states = states + linear(f"{block}.mlp.linear_fc2", inner)
+        if layer in vision.get("deepstack_visual_indexes", ()):
+            number = vision["deepstack_visual_indexes"].index(layer)
+            deep.append(merged(f"deepstack_merger_list.{number}", names, states, normed_last=True))
+    return np.stack([merged("merger", names, states), *deep])

@@ -30,6 +30,8 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = [(70, 50), (32, 32), (20, 90), (300, 40), (7, 7), (64, 64)]
 TOLERANCE = 2e-4
+TYPES_OF_TOKENS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+"""Inputs of transformers that say which tokens are an image's."""
 
 
 def processor_of(folder: Path, family: str) -> Any:
@@ -64,18 +66,18 @@ def test_models_that_see(tmp_path: Path, family: str) -> None:
 
 def check_pixels(vision: Any, data: bytes, inputs: Mapping[str, Any]) -> None:
     tiles = vision.processor.process(decode_image(data)).tiles
-    found = np.concatenate([vision.processor.pixel_values(each) for each in tiles])
+    found = np.concatenate([vision.processor.inputs(each)["pixel_values"] for each in tiles])
     np.testing.assert_allclose(found, inputs["pixel_values"].numpy().reshape(found.shape), atol=1e-6)
 
 
 def check_features(vision: Any, data: bytes, model: Any, inputs: Mapping[str, Any]) -> None:
     seen = vision.see(data)
     with torch.no_grad():
-        expected = model.model.get_image_features(**inputs).pooler_output
-    expected = torch.cat(list(expected)) if isinstance(expected, (list, tuple)) else expected
-    np.testing.assert_allclose(
-        seen.features(0, seen.tokens)[0], expected.reshape(seen.tokens, -1).numpy(), atol=TOLERANCE
-    )
+        outputs = model.model.get_image_features(**inputs)
+    found = seen.features(0, seen.tokens)
+    for features, expected in zip(found, [outputs.pooler_output, *outputs.get("deepstack_features", [])], strict=True):
+        joined = torch.cat(list(expected)) if isinstance(expected, (list, tuple)) else expected
+        np.testing.assert_allclose(features, joined.reshape(seen.tokens, -1).numpy(), atol=TOLERANCE)
 
 
 def check_answer(engine: edgerun.Engine, model: Any, processor: Any, sizes: list[tuple[int, int]]) -> None:
@@ -85,8 +87,8 @@ def check_answer(engine: edgerun.Engine, model: Any, processor: Any, sizes: list
     asked = [{"role": "user", "content": [{"type": "text", "text": "of "}, *parts, {"type": "text", "text": " sea"}]}]
     ids = engine.chat_prompt(asked, GenerateOptions()).ids
     inputs = dict(inputs_of(processor, [Image.open(BytesIO(each)) for each in encoded]))
-    if model.config.model_type == "gemma3":
-        inputs["token_type_ids"] = torch.tensor([[int(each == model.config.image_token_id) for each in ids]])
+    if (name := TYPES_OF_TOKENS.get(model.config.model_type)) is not None:
+        inputs[name] = torch.tensor([[int(each == model.config.image_token_id) for each in ids]])
     tokens = torch.tensor([ids])
     with torch.no_grad():
         expected = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits[0, -1]

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from edgerun.errors import CheckpointError
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.models.bundle import VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, open_bundle
+from edgerun.runtime.images.image_processors import processor_of
 from support.vision_models import FAMILIES, vision_config, write_vision_checkpoint
-from support.vision_reference import reference_features
+from support.vision_reference import reference_features, reference_native_features
 
 PIXELS = np.random.default_rng(7).standard_normal((2, 3, 32, 32)).astype(np.float32)
 
@@ -22,7 +23,25 @@ def features_of(bundle: Path) -> np.ndarray:
     return np.asarray(ort.InferenceSession(str(bundle / VISION_GRAPH_NAME)).run(None, {"pixel_values": PIXELS})[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+NATIVE = [family for family in FAMILIES if family.startswith("qwen")]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("size", [(40, 64), (24, 24), (8, 96)], ids=str)
+def test_features_of_native_resolution_are_those_of_the_definition(
+    tmp_path: Path, family: str, size: tuple[int, int]
+) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", family)
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    processor = processor_of(open_bundle(bundle))
+    tile = np.random.default_rng(3).integers(0, 256, (*size, 3), np.uint8)
+    found = ort.InferenceSession(str(bundle / VISION_GRAPH_NAME)).run(None, processor.inputs(tile))[0]
+    weights, pixels = load_file(source / "model.safetensors"), processor.pixel_values(tile)[0]
+    expected = reference_native_features(family, vision_config(family), weights, pixels)
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NATIVE))
 def test_features_are_those_of_the_definition(tmp_path: Path, family: str) -> None:
     source = write_vision_checkpoint(tmp_path / "checkpoint", family)
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle

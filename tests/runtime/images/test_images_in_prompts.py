@@ -91,7 +91,7 @@ def test_two_images_and_a_second_turn(seeing: Engine) -> None:
     first = seeing.generate(turns, **OPTIONS)
     assert tokens_of(first) != tokens_of(seeing.generate(asked(random_image(6), random_image(5)), **OPTIONS))
     turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "in other thing"}]
-    assert seeing.generate(turns, **OPTIONS).stats.reused_tokens > len(
+    assert seeing.generate(turns, **OPTIONS).stats.reused_tokens >= len(
         seeing.chat_prompt(turns[:1], GenerateOptions()).ids
     )
 
