@@ -24,6 +24,7 @@ from .devices.providers import CPU_PROVIDER
 from .kv.arena import KVArena
 from .kv.cache_scales import KVFormat, convert_snapshot
 from .kv.layer_states import largest_state_snapshot
+from .kv.parked_cache import ParkedCache
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .result import Chunk, Reply
@@ -147,7 +148,8 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the messages, and what the prefix cache has of them, to one file for `Engine.session(resume=path)`.
 
-        Only its owner can read the file. An older file of that name is replaced.
+        Only its owner can read the file. An older file of that name is replaced. With the option lossy_parking of the
+        engine the cache is written in 8 bits, a quarter of its size.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.
@@ -164,13 +166,16 @@ class Session:
                 "plain": arena.plain_length,
                 "device": self._model.device.provider,
             }
-            scales = _scales_by_type(self._model, arena)
+            slots, scales = arena.snapshot(), _scales_by_type(self._model, arena)
             if self._model.kv_scales is not None:
                 about["kv"] = self._model.kv_scales.kv
+            if self._model.prefixes.parks:
+                parked = ParkedCache.of(arena)
+                slots, scales, about["parked"] = (*parked.codes, *parked.states), parked.scales, True
             arrays: dict[str, Any] = {
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
                 "tokens": np.asarray(tokens, np.int64),
-                **{f"rows.{kind}": slots for kind, slots in enumerate(arena.snapshot())},
+                **{f"rows.{kind}": each for kind, each in enumerate(slots)},
                 **{f"scales.{kind}": each for kind, each in enumerate(scales or ())},
             }
             np.savez(buffer, **arrays)
@@ -193,8 +198,10 @@ class Session:
         session = cls(model, system=system)
         arena = model.new_arena()
         scales = _scales_by_type(model, arena)
+        rows, parked = _numbered(arrays, "rows."), _numbered(arrays, "scales.") if about["parked"] else ()
         try:
-            arena.restore(convert_snapshot(_numbered(arrays, "rows."), saved, scales, list(arena.groups)))
+            rows = ParkedCache(rows[: len(parked)], parked, rows[len(parked) :]).values
+            arena.restore(convert_snapshot(rows, saved, scales, list(arena.groups)))
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}", _HINT) from error
         if arena.length != tokens.size:
@@ -202,7 +209,7 @@ class Session:
         # Converted slots are not those that plain decoding would have written, and another device computes other last
         # bits.
         are_same = len(saved or ()) == len(scales or ()) and all(map(np.array_equal, saved or (), scales or ()))
-        is_same = are_same and about["device"] == model.device.provider
+        is_same = are_same and not parked and about["device"] == model.device.provider
         arena.plain_length = min(about["plain"], arena.plain_length) if is_same else 0
         with model.queue.turn():
             if arena.length:
@@ -246,7 +253,14 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         arrays = read_arrays(path, max_bytes)
         tokens = arrays["tokens"]
         # Files of earlier versions have no name, and were computed on the CPU.
-        about = {"name": "", "plain": 0, "device": CPU_PROVIDER, "kv": "float", **json.loads(arrays["about"].tobytes())}
+        about = {
+            "name": "",
+            "plain": 0,
+            "device": CPU_PROVIDER,
+            "kv": KVFormat.FLOAT,
+            "parked": False,
+            **json.loads(arrays["about"].tobytes()),
+        }
         about["messages"] = checked_messages(about["messages"])
         if not about.keys() >= {"format", "model"}:
             raise KeyError
@@ -254,7 +268,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not a saved conversation", _HINT) from error
-    scales = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT else ()
+    scales = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT or about["parked"] else ()
     if (
         tokens.dtype != np.int64
         or tokens.ndim != 1

@@ -32,6 +32,7 @@ from .images.vision_model import open_vision
 from .int8_prompts.prefill_choice import PrefillChoice
 from .kv.arena import KVArena
 from .kv.features import FeatureSlots
+from .kv.parked_cache import can_park
 from .kv.prefix_cache import PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
@@ -126,7 +127,8 @@ class LoadedModel:
         # Files of prefixes have slots of the KV cache alone.
         disk = options.prefix_disk if options.cache and not self.graph_io.states else 0
         files = PrefixFiles(self._prefix_key, disk, lambda: self.prefill_choice.refusal is not None) if disk else None
-        self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files)
+        parks = options.lossy_parking and can_park(self.graph_io.tensor_types)
+        self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files, parks=parks)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(
             graph, bundle, self.context, draft, options, self.prefixes, self.queue, progress

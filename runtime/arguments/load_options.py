@@ -87,6 +87,12 @@ class LoadOptions(OptionRecord):
         range=", ".join(Overflow),
         unset="error; chats leave out the oldest turns of a prompt",
     )
+    lossy_parking: bool = option(
+        False,
+        "Keep KV caches that no answer uses in 8 bits, a quarter of the memory, and restore them before use: those of "
+        "earlier answers that exceed --prefix-cache, of prefixes on disk, and of saved conversations. What follows may "
+        "differ a little from the text after the exact cache.",
+    )
     prefix_disk: int = option(
         DEFAULT_DISK_BYTES,
         "Disk space for the KV caches of prefixes (long documents, system messages of chats) of all models together; "

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .arena import KVArena
+from .parked_cache import ParkedCache, can_park
 
 TokenIds: TypeAlias = npt.NDArray[np.int64]
 
@@ -40,7 +41,13 @@ class OpenSequence(Protocol):
 
 
 class PrefixStore:
-    """Where prefixes are kept besides memory: nowhere."""
+    """Where prefixes are kept besides memory: nowhere.
+
+    Attributes:
+        parks: whether it keeps slots in 8 bits (`parked_cache.py`), of which none counts as plain decoding's.
+    """
+
+    parks = False
 
     def restored(self, wanted: TokenIds, known: int, new_arena: Callable[[], KVArena]) -> KVArena | None:
         """A new arena with many more slots of a sequence than the `known` in memory; None if there are none."""
@@ -63,14 +70,25 @@ class PrefixStore:
 class _Kept:
     """A finished sequence."""
 
-    arena: KVArena
+    cache: KVArena | ParkedCache
     token_ids: TokenIds
-    """The tokens of the arena's slots."""
+    """The tokens of its slots."""
     content: bytes
     """Their bytes. Comparing the beginnings of two of these takes a fiftieth of the time of comparing arrays, and most
     kept sequences are of other conversations."""
     owner: PrefixCache
     """The cache that keeps it, of those with one budget."""
+
+    def arena(self) -> KVArena:
+        """Its arena, restored where it is parked."""
+        cache = self.cache
+        return cache.restored(self.owner._new_arena) if isinstance(cache, ParkedCache) else cache
+
+    def parked(self) -> _Kept:
+        """The same sequence, parked if it can be."""
+        cache = self.cache
+        can_be = isinstance(cache, KVArena) and can_park(cache.tensor_types)
+        return replace(self, cache=ParkedCache.of(cache)) if can_be else self
 
 
 class PrefixCache:
@@ -81,11 +99,21 @@ class PrefixCache:
         max_bytes: maximum size of the buffers of all kept sequences together, of a draft model too; 0 keeps
             none.
         store: where chosen prefixes are kept besides memory; None for nowhere.
+        parks: whether sequences that exceed the budget are parked, before any is dropped.
     """
 
-    def __init__(self, new_arena: Callable[[], KVArena], max_bytes: int, store: PrefixStore | None = None) -> None:
+    def __init__(
+        self,
+        new_arena: Callable[[], KVArena],
+        max_bytes: int,
+        store: PrefixStore | None = None,
+        *,
+        parks: bool = False,
+    ) -> None:
         self.max_bytes: Final = max_bytes
+        self.parks: Final = parks
         self._store: Final = store or PrefixStore()
+        self._store.parks = parks
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
         """The sequences of all caches with one budget, the least recently used first."""
@@ -96,7 +124,7 @@ class PrefixCache:
     def beside(self, new_arena: Callable[[], KVArena]) -> PrefixCache:
         """A cache for sequences whose slots differ, of a draft model or an adapter, within the budget of this one and
         in memory alone."""
-        cache = PrefixCache(new_arena, self.max_bytes)
+        cache = PrefixCache(new_arena, self.max_bytes, parks=self.parks)
         cache._kept = self._kept
         return cache
 
@@ -112,7 +140,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of all kept sequences, of a draft model too."""
-        return sum(kept.arena.nbytes for kept in self._kept)
+        return sum(kept.cache.nbytes for kept in self._kept)
 
     def watch(self, sequence: OpenSequence) -> None:
         """Let new sequences copy from a sequence that is in use, for as long as it lives or until `unwatch`."""
@@ -155,20 +183,22 @@ class PrefixCache:
             return self._copy(owner, _reusable(owner, owned_shared, wanted), wanted.size)
         if source is None:
             return self._new_arena()
-        shared = _reusable(source.arena, shared, wanted)
-        branches = source.arena.length - shared > _KEPT_BRANCH
-        if self._store.reads(source.arena) or (branches and self._has_room_beside(source)):
-            return self._copy(source.arena, shared, wanted.size)
-        self._kept.remove(source)
-        source.arena.rewind_to(shared)
-        return source.arena
+        arena = source.arena()
+        shared = _reusable(arena, shared, wanted)
+        if arena is source.cache:
+            branches = arena.length - shared > _KEPT_BRANCH
+            if self._store.reads(arena) or (branches and self._has_room_beside(source)):
+                return self._copy(arena, shared, wanted.size)
+            self._kept.remove(source)
+        arena.rewind_to(shared)
+        return arena
 
     def longest(self, token_ids: Sequence[int]) -> tuple[KVArena, TokenIds] | None:
         """The kept sequence with the longest prefix of `token_ids`, whole, and its tokens; it stays as it is."""
         wanted = np.asarray(token_ids, np.int64)
         mine = [kept for kept in self._kept if kept.owner is self and common_prefix(kept.token_ids, wanted)]
         found = max(mine, key=lambda kept: common_prefix(kept.token_ids, wanted), default=None)
-        return None if found is None else (found.arena, found.token_ids)
+        return None if found is None else (found.arena(), found.token_ids)
 
     def keep(self, arena: KVArena, token_ids: Sequence[int], on_disk: int = 0) -> None:
         """Keep a finished sequence; the caller no longer uses its arena.
@@ -216,16 +246,20 @@ class PrefixCache:
         """Make `source` the most recently used, and evict others until a copy of it fits; False if it cannot."""
         self._kept.remove(source)
         self._kept.append(source)
-        if 2 * source.arena.nbytes > self.max_bytes:
+        if 2 * source.cache.nbytes > self.max_bytes:
             return False
-        self._evict(self.max_bytes - source.arena.nbytes)
+        self._evict(self.max_bytes - source.cache.nbytes)
         return True
 
     def _evict(self, max_bytes: int) -> None:
-        """Drop the least recently used sequences until the others fit `max_bytes`."""
+        """Park or drop the least recently used sequences until all that are kept fit `max_bytes`."""
         total = self.nbytes
+        for index, kept in enumerate(self._kept if self.parks else ()):
+            if total > max_bytes:
+                self._kept[index] = kept.parked()
+                total += self._kept[index].cache.nbytes - kept.cache.nbytes
         while total > max_bytes:
-            total -= self._kept.pop(0).arena.nbytes
+            total -= self._kept.pop(0).cache.nbytes
 
 
 def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:

@@ -30,6 +30,7 @@ from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from .arena import KVArena
 from .buffers import NumpyBuffers, StackedBuffers
+from .parked_cache import ParkedCache, codes_of
 from .prefix_cache import MIN_SHARED, PrefixStore, TokenIds, common_prefix
 
 DEFAULT_DISK_BYTES: Final = 4 << 30
@@ -92,7 +93,8 @@ class PrefixFiles(PrefixStore):
     @cached_property
     def folder(self) -> Path:
         """The folder of this model's prefixes, which may not exist."""
-        return prefix_folder() / hashlib.sha256(f"{_FORMAT}\0{self._key()}".encode()).hexdigest()[:32]
+        key = f"{_FORMAT}\0{self._key()}" + ("\0parked" if self.parks else "")
+        return prefix_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def find(self, wanted: TokenIds) -> tuple[int, StoredPrefix | None]:
         """The file that shares the longest prefix with a sequence, and the number of shared tokens.
@@ -118,7 +120,7 @@ class PrefixFiles(PrefixStore):
     def restore(self, stored: StoredPrefix, slots: int, arena: KVArena) -> bool:
         """Replace the slots of an arena by the first `slots` of a file; False if it is damaged, and now removed."""
         try:
-            _copy_slots(stored, slots, arena)
+            _copy_slots(stored, slots, arena, parked=self.parks)
         except (OSError, ValueError, IndexError, ContextError):
             arena.rewind_to(0)
             self._discard(stored.path)
@@ -182,7 +184,7 @@ class PrefixFiles(PrefixStore):
 
     def _is_stored(self, token_ids: TokenIds, plain_length: int) -> bool:
         """Whether a file has as many slots of a prefix that may be used; if so, it counts as used."""
-        wanted = plain_length if self._plain_only() else token_ids.size
+        wanted = plain_length if self._plain_only() and not self.parks else token_ids.size
         for stored in self._stored():
             whole = common_prefix(stored.token_ids, token_ids) == token_ids.size
             if whole and self._usable(stored) >= wanted and stored.token_ids.size <= _ENOUGH * token_ids.size:
@@ -193,18 +195,19 @@ class PrefixFiles(PrefixStore):
 
     def _usable(self, stored: StoredPrefix) -> int:
         """Number of slots of a file that this model may use."""
-        return stored.plain_length if self._plain_only() else stored.token_ids.size
+        return stored.plain_length if self._plain_only() and not self.parks else stored.token_ids.size
 
     def _write(self, token_ids: TokenIds, buffers: NumpyBuffers, plain_length: int) -> None:
         slot_bytes = sum(each.slot_bytes for each in buffers.tensor_types)
         about = {"format": _FORMAT, "key": self.folder.name, "plain": plain_length}
+        parks = self.parks
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.mkdir(exist_ok=True, mode=0o700)
             _make_room(self.folder.parent, token_ids.size * slot_bytes, self.max_bytes)
             name = f"{hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]}{_SUFFIX}"
             write_atomically(
-                self.folder / name, lambda file: _write_prefix(file, about, token_ids, buffers), private=True
+                self.folder / name, lambda file: _write_prefix(file, about, token_ids, buffers, parks), private=True
             )
             self._refused.discard(name)
         except OSError as error:
@@ -218,7 +221,7 @@ class PrefixFiles(PrefixStore):
             path.unlink()
 
 
-def _copy_slots(stored: StoredPrefix, slots: int, arena: KVArena) -> None:
+def _copy_slots(stored: StoredPrefix, slots: int, arena: KVArena, *, parked: bool) -> None:
     """Copy the first slots of a file to an arena while another thread computes the file's checksum.
 
     Raises:
@@ -233,19 +236,25 @@ def _copy_slots(stored: StoredPrefix, slots: int, arena: KVArena) -> None:
     hashing = threading.Thread(target=lambda: found.append(hashlib.sha256(content.data).digest()))
     hashing.start()
     try:
-        pairs = list(zip(arrays[_HEADERS:], arena.groups, strict=True))
-        if any(array.dtype != tensor_type.dtype for array, tensor_type in pairs):
+        count = len(arena.groups)
+        pairs = list(zip(arrays[_HEADERS:][:count], arena.groups, strict=True))
+        if any(array.dtype != (np.int8 if parked else tensor_type.dtype) for array, tensor_type in pairs):
             raise ValueError("the cache has another type")
-        arena.restore(tuple(array[tensor_type.stacked_index(slice(slots))] for array, tensor_type in pairs))
+        parts = tuple(array[tensor_type.stacked_index(slice(slots))] for array, tensor_type in pairs)
+        if parked:
+            parts = ParkedCache(parts, tuple(arrays[_HEADERS + count :])).values
+        arena.restore(parts)
     finally:
         hashing.join()
     if found != [digest.tobytes()] or arena.length != slots:
         raise ValueError("its checksum is not the one recorded")
-    arena.plain_length = min(stored.plain_length, slots)
+    arena.plain_length = 0 if parked else min(stored.plain_length, slots)
 
 
-def _write_prefix(file: BinaryIO, about: dict[str, Any], token_ids: TokenIds, buffers: NumpyBuffers) -> None:
-    """Write a description, the token ids, their slots, and a checksum of all that."""
+def _write_prefix(
+    file: BinaryIO, about: dict[str, Any], token_ids: TokenIds, buffers: NumpyBuffers, parks: bool
+) -> None:
+    """Write a description, the token ids, their slots, scales of these if they are parked, and a checksum of all."""
     sha = hashlib.sha256()
 
     def write(data: Any) -> None:
@@ -255,10 +264,20 @@ def _write_prefix(file: BinaryIO, about: dict[str, Any], token_ids: TokenIds, bu
     for header in (np.frombuffer(json.dumps(about).encode(), np.uint8), token_ids):
         write(_array_header(header.shape, header.dtype))
         write(header.tobytes())
+    all_scales = []
     for tensor_type, members in buffers.groups.items():
-        write(_array_header((len(members), *tensor_type.shape_of(token_ids.size)), tensor_type.dtype))
+        dtype, scales = np.dtype(np.int8) if parks else tensor_type.dtype, []
+        write(_array_header((len(members), *tensor_type.shape_of(token_ids.size)), dtype))
         for member in members:
-            write(np.ascontiguousarray(buffers.arrays[member][tensor_type.index(slice(token_ids.size))]).data)
+            slots = buffers.arrays[member][tensor_type.index(slice(token_ids.size))]
+            if parks:
+                slots, scale = codes_of(slots, tensor_type.axis)
+                scales.append(scale)
+            write(np.ascontiguousarray(slots).data)
+        all_scales.append(np.array(scales, np.float32))
+    for each in all_scales if parks else ():
+        write(_array_header(each.shape, each.dtype))
+        write(each.data)
     file.write(_digest_block(sha.digest()))
 
 
