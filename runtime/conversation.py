@@ -200,6 +200,8 @@ class Session:
         scales = _scales_by_type(model, arena)
         rows, parked = _numbered(arrays, "rows."), _numbered(arrays, "scales.") if about["parked"] else ()
         try:
+            if any(codes.size != scale.size * tokens.size for codes, scale in zip(rows, parked, strict=False)):
+                raise ValueError("scales that do not fit the cache")
             rows = ParkedCache(rows[: len(parked)], parked, rows[len(parked) :]).values
             arena.restore(convert_snapshot(rows, saved, scales, list(arena.groups)))
         except ValueError as error:
@@ -323,7 +325,7 @@ def _largest_file(model: LoadedModel) -> int:
     return context * (cache_bytes + _BYTES_PER_TOKEN) + states + _OTHER_BYTES
 
 
-def _scales_by_type(model: LoadedModel, arena: KVArena) -> list[npt.NDArray[np.float32]] | None:
+def _scales_by_type(model: LoadedModel, arena: KVArena) -> Sequence[npt.NDArray[Any]] | None:
     """The scales of a model's quantized cache, as the arena's snapshots are arranged; None for a float cache."""
     if model.kv_scales is None:
         return None

@@ -105,9 +105,8 @@ class LoadedModel:
         self.power: Final = config.power
         """Whether the threads spin while they wait for work, or sleep."""
         if graph.graph_io.vocab_size < graph.graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
-            sizes = f"{graph.graph_io.vocab_size} of {graph.graph_io.input_vocab}"
-            why = f"{bundle.folder} is a draft whose head has {sizes} tokens"
-            raise BundleError(why, "run the model that it drafts for")
+            sizes = f"{graph.graph_io.vocab_size} of {graph.graph_io.input_vocab} tokens"
+            raise BundleError(f"{bundle.folder} is a draft whose head has {sizes}", "run the model that it drafts for")
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
@@ -124,8 +123,7 @@ class LoadedModel:
         """What happens where a conversation is longer than the context; None for the default of the place."""
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
         self._shift: Final = CacheShift(bundle.graph, self.graph_io, self.new_arena)
-        # Files of prefixes have slots of the KV cache alone.
-        disk = options.prefix_disk if options.cache and not self.graph_io.states else 0
+        disk = options.prefix_disk if options.cache and not self.graph_io.states else 0  # files have slots alone
         files = PrefixFiles(self._prefix_key, disk, lambda: self.prefill_choice.refusal is not None) if disk else None
         parks = options.lossy_parking and can_park(self.graph_io.tensor_types)
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files, parks=parks)

@@ -26,6 +26,7 @@ class LoadKeywords(TypedDict, total=False):
     cache: bool
     prefix_cache: int | None
     overflow: str | None
+    lossy_parking: bool
     prefix_disk: int
     tokenizer: str | os.PathLike[str] | None
     draft: str | os.PathLike[str] | None

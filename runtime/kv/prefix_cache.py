@@ -86,9 +86,9 @@ class _Kept:
 
     def parked(self) -> _Kept:
         """The same sequence, parked if it can be."""
-        cache = self.cache
-        can_be = isinstance(cache, KVArena) and can_park(cache.tensor_types)
-        return replace(self, cache=ParkedCache.of(cache)) if can_be else self
+        if isinstance(self.cache, ParkedCache) or not can_park(self.cache.tensor_types):
+            return self
+        return replace(self, cache=ParkedCache.of(self.cache))
 
 
 class PrefixCache:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,9 +169,39 @@ def test_a_conversation_is_resumed_with_a_cache_of_any_format(
             assert reply.text == expected.text
 
 
-def test_damaged_scales_of_a_saved_conversation_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_conversation_is_saved_in_8_bits_where_that_is_asked_for(
+    tiny_bundle_of: Callable[[str, str], Path], tmp_path: Path, family: str
+) -> None:
+    bundle, options = tiny_bundle_of(family, "fp32"), {"max_tokens": 10, "speculation": Speculation.OFF}
+    slots, sizes = {}, {}
+    for parks in (False, True):
+        path = tmp_path / f"{parks}.kv"
+        with edgerun.load(bundle, lossy_parking=parks) as first, first.session(system="s " * 40) as chat:
+            chat.send("the other", **options)
+            chat.save(path)
+        with np.load(path) as arrays:
+            sizes[parks] = arrays["rows.0"].nbytes
+        with edgerun.load(bundle) as second, second.session(resume=path) as chat:
+            arena = cached(second, chat)
+            slots[parks] = arena.snapshot()
+            assert arena.plain_length == (0 if parks else arena.length)
+            assert chat.send("again", **options).stats.reused_tokens >= 40
+    assert sizes[False] == 4 * sizes[True]
+    exact, restored = slots[False][0], slots[True][0]
+    steps = np.abs(exact).max(axis=3, keepdims=True) / 127
+    assert (np.abs(exact - restored) <= 0.51 * steps).all()
+    assert not np.array_equal(exact, restored)
+    for states, before in zip(slots[True][1:], slots[False][1:], strict=True):
+        np.testing.assert_array_equal(states, before)
+
+
+@pytest.mark.parametrize("load", [{"kv": "int8"}, {"lossy_parking": True}], ids="".join)
+def test_damaged_scales_of_a_saved_conversation_are_refused(
+    tiny_bundle: Path, tmp_path: Path, load: dict[str, Any]
+) -> None:
     path = tmp_path / "chat.kv"
-    with edgerun.load(tiny_bundle, kv="int8") as engine:
+    with edgerun.load(tiny_bundle, **load) as engine:
         with engine.session() as chat:
             chat.send("the other", max_tokens=2, speculation=Speculation.OFF)
             chat.save(path)

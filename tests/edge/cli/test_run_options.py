@@ -57,6 +57,13 @@ def test_a_raw_prompt_continues_the_document(tiny_bundle: Path, document: Path, 
     assert second["usage"]["reused_tokens"] >= 64
 
 
+def test_parked_prefixes_are_reused(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
+    asked = [tiny_bundle, "-p", "in the", "--prefix", document, "--lossy-parking"]
+    assert [reply(capsys, *asked)["usage"]["reused_tokens"] >= 64 for _ in range(2)] == [False, True]
+    assert main([*map(str, asked), "--kv", "int4"]) == 2
+    assert "lossy_parking and kv int4 are both given; a quantized cache is kept as it is" in capsys.readouterr().err
+
+
 def test_without_room_or_cache_nothing_is_kept(tiny_bundle: Path, document: Path, capsys: Capture) -> None:
     for option in (["--prefix-disk", "0"], ["--no-cache"]):
         assert reply(capsys, tiny_bundle, "-p", "in the", "--prefix", document, *option)["usage"]["reused_tokens"] == 0

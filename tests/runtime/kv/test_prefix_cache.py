@@ -49,11 +49,11 @@ def run(arena: KVArena, token_ids: list[int]) -> None:
         arena.commit(1)
 
 
-def holds(arena: KVArena, token_ids: list[int]) -> bool:
+def holds(arena: KVArena, token_ids: list[int], tolerance: float = 0.0) -> bool:
     """Whether every slot holds what `run` computes."""
     fresh = new()
     run(fresh, token_ids[: arena.length])
-    return all(np.array_equal(a, b) for a, b in zip(arena.snapshot(), fresh.snapshot(), strict=True))
+    return all(np.allclose(a, b, 0, tolerance) for a, b in zip(arena.snapshot(), fresh.snapshot(), strict=True))
 
 
 def kept(cache: PrefixCache, *sequences: list[int]) -> None:
@@ -120,10 +120,34 @@ def test_the_least_recently_used_sequence_is_dropped_first() -> None:
     assert [cache.take([first] * 40).length for first in (2, 1, 3)] == [0, 30, 20]
 
 
+def test_sequences_that_exceed_the_budget_are_parked_before_any_is_dropped() -> None:
+    cache, long = PrefixCache(new, 2 * FIRST, parks=True), list(range(200))
+    kept(cache, long, [2] * 20, [3] * 20)
+    assert len(cache) == 3
+    assert 2 * FIRST > cache.nbytes > FIRST
+    for shared in (200, 50):  # a sequence that goes on, and one that branches off
+        prompt = [*long[:shared], 7, 8]
+        arena = cache.take(prompt)
+        assert arena.length == shared
+        assert holds(arena, prompt, 0.51 * 999 / 127)
+        assert not holds(arena, prompt)
+        assert arena.plain_length == 0
+        assert len(cache) == 3  # the parked one stays until a longer one replaces it
+    run(arena := cache.take([*long, 7]), [*long, 7])
+    cache.keep(arena, [*long, 7])
+    assert len(cache) == 3
+    lossless = PrefixCache(new, 2 * FIRST)
+    kept(lossless, long, [2] * 20, [3] * 20)
+    assert len(lossless) == 2
+
+
+@pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("kind", [InPlaceArena, GrowingArena])
 @given(data=st.data())
-def test_every_taken_slot_is_that_of_the_prompt(kind: type[KVArena], data: st.DataObject) -> None:
-    cache = PrefixCache(lambda: kind(TENSOR_TYPES, LIMIT), data.draw(st.integers(0, 12), "budget") * FIRST)
+def test_every_taken_slot_is_that_of_the_prompt(kind: type[KVArena], parks: bool, data: st.DataObject) -> None:
+    budget = data.draw(st.integers(0, 12), "budget") * FIRST
+    cache = PrefixCache(lambda: kind(TENSOR_TYPES, LIMIT), budget, parks=parks)
+    tolerance = parks * 8 * 0.51 * 999 / 127  # a slot is rounded each time that it is parked
     written: list[list[int]] = [[]]
     conversations: list[Conversation] = []
     for _ in range(data.draw(st.integers(1, 8), "requests")):
@@ -131,7 +155,7 @@ def test_every_taken_slot_is_that_of_the_prompt(kind: type[KVArena], data: st.Da
         start = earlier[: data.draw(st.integers(0, len(earlier)), "shared")]
         prompt = [*start, *data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=90), "new")]
         arena = cache.take(prompt)
-        assert holds(arena, prompt)
+        assert holds(arena, prompt, tolerance)
         assert arena.length <= len(prompt)
         run(arena, prompt)
         if data.draw(st.booleans(), "finished"):
@@ -143,4 +167,4 @@ def test_every_taken_slot_is_that_of_the_prompt(kind: type[KVArena], data: st.Da
             cache.watch(conversations[-1])
         assert cache.nbytes <= cache.max_bytes
         written.append(prompt)
-    assert all(holds(each.arena, each.token_ids) for each in conversations)
+    assert all(holds(each.arena, each.token_ids, tolerance) for each in conversations)

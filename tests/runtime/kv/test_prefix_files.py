@@ -92,6 +92,38 @@ def test_a_fresh_process_continues_from_the_file_with_the_same_text(
     assert files() == [file]
 
 
+def test_parked_prefixes_take_a_quarter_and_are_used_by_engines_that_park_alone(tiny_bundle: Path) -> None:
+    with loaded(tiny_bundle, prefix_cache=0) as engine:
+        expected = asked(engine, QUESTIONS[0])
+    for reused in (False, True):
+        with loaded(tiny_bundle, prefix_cache=0, lossy_parking=True) as engine:
+            reply = asked(engine, QUESTIONS[0])
+        assert (reply.stats.reused_tokens >= 64) is reused
+        assert reply.stats.prompt_tokens == expected.stats.prompt_tokens
+    exact, parked = sorted(files(), key=lambda file: -file.stat().st_size)
+    assert exact.parent != parked.parent
+    assert 3 < exact.stat().st_size / parked.stat().st_size < 4
+    with loaded(tiny_bundle, prefix_cache=0) as engine:
+        assert asked(engine, QUESTIONS[0]).text == expected.text
+    parked.write_bytes(parked.read_bytes()[:-100])
+    with loaded(tiny_bundle, prefix_cache=0, lossy_parking=True) as engine:
+        assert asked(engine, QUESTIONS[0]).stats.reused_tokens == 0
+
+
+def test_restored_slots_are_within_half_a_step_of_the_exact_ones() -> None:
+    prefixes, arena = PrefixFiles(lambda: "model"), arena_of(100)
+    prefixes.parks = True
+    for tensor in arena.buffers.arrays:
+        tensor[0, 0, :100, 0] = np.linspace(-1, 3, 100)
+    write(prefixes, arena)
+    restored = restored_slots(prefixes, stop=80)
+    assert restored.length == 80
+    assert restored.plain_length == 0
+    for found, tensor in zip(restored.buffers.arrays, arena.buffers.arrays, strict=True):
+        np.testing.assert_allclose(found[:, :, :80], tensor[:, :, :80], rtol=0, atol=0.51 * 3 / 127)
+        np.testing.assert_allclose(found[:, :, :80, 1], 1.0, rtol=1e-6)
+
+
 def test_messages_that_conversations_begin_with_are_read_in_advance(tiny_bundle: Path) -> None:
     beginning = [
         {"role": "system", "content": SYSTEM},
