@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoints import write_checkpoint
@@ -23,13 +24,19 @@ def bundle(work: Path, shape: Shape, block: int, tokenizer: Path | None = None) 
     """Its edge-run bundle, with 4-bit weights in blocks of `block`."""
 
     def make(folder: Path) -> None:
-        export_checkpoint(checkpoint(work, shape, tokenizer), folder, ExportRecipe(WeightFormat(4, block)))
+        recipe = ExportRecipe(WeightFormat(4, block), context=shape.context)
+        export_checkpoint(checkpoint(work, shape, tokenizer), folder, recipe)
 
     return made_once(work / _name(shape, tokenizer) / f"edge-run-int4-{block}", make)
 
 
 def _name(shape: Shape, tokenizer: Path | None) -> str:
     return shape.name if tokenizer is None else f"{shape.name}-tokenizer-{tokenizer.resolve().name}"
+
+
+def with_context(shape: Shape, tokens: int) -> Shape:
+    """The shape, and where its models serve fewer tokens, one of another name that serves so many."""
+    return shape if tokens <= shape.context else replace(shape, name=f"{shape.name}-{tokens}", context=tokens)
 
 
 def upgraded(model: Path, recipe: ExportRecipe) -> Path:

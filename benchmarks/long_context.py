@@ -6,6 +6,7 @@ compared with reading its keys and values once at the memory bandwidth, which is
 table of medians, then one JSON line.
 
 Examples: python benchmarks/long_context.py; python benchmarks/long_context.py --contexts 2048 --turns 25
+          python benchmarks/long_context.py --contexts 32768 65536 131064 --turns 3
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from artifacts import bundle
+from artifacts import bundle, with_context
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph
@@ -56,6 +57,8 @@ class AtContext:
     """Median of the ratios to the time of the model's own graph, by graph and width."""
     chosen: Mapping[int, str]
     """Which graph a loaded model chose, by width."""
+    resident: int
+    """Bytes of memory of this process: a session of each graph, and the cache."""
     others: float
     """Processors that other programs used meanwhile."""
 
@@ -113,7 +116,7 @@ def measure(graphs: ChosenGraphs, further: LongContextGraph, context: int, turns
         name: {width: median(np.divide(times[name][width], times["own"][width]).tolist()) for width in _WIDTHS}
         for name in ("long", "chosen")
     }
-    return AtContext(context, milliseconds, ratios, chosen, others)
+    return AtContext(context, milliseconds, ratios, chosen, psutil.Process().memory_info().rss, others)
 
 
 def slopes(found: Sequence[AtContext]) -> dict[str, dict[int, float]]:
@@ -132,6 +135,7 @@ def show(found: Sequence[AtContext], read_ms: float, bandwidth: float) -> None:
     table.add_column("context", justify="right")
     for width in _WIDTHS:
         table.add_column(f"{width} token{'s' if width > 1 else ''}", justify="right")
+    table.add_column("MiB", justify="right")
     table.add_column("other load", justify="right")
     for each in found:
         cells = [
@@ -139,11 +143,11 @@ def show(found: Sequence[AtContext], read_ms: float, bandwidth: float) -> None:
             + f" ({each.ratios['long'][width]:.2f}, {each.ratios['chosen'][width]:.2f})"
             for width in _WIDTHS
         ]
-        table.add_row(str(each.context), *cells, f"{each.others:.1f}")
+        table.add_row(str(each.context), *cells, f"{each.resident / 2**20:.0f}", f"{each.others:.1f}")
     if len(found) > 1:
         added = slopes(found)
         cells = [" / ".join(f"{added[name][width]:.2f}" for name in _FORMS) for width in _WIDTHS]
-        table.add_row("per 1,024", *cells, "")
+        table.add_row("per 1,024", *cells, "", "")
     Console().print(table)
     print(f"memory: {bandwidth / 1e9:.1f} GB/s; reading 1,024 tokens of keys and values once takes {read_ms:.2f} ms")
 
@@ -174,7 +178,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9, help="turns at each context")
     parser.add_argument("--threads", type=int, default=0)
     arguments = parser.parse_args()
-    opened = open_bundle(bundle(arguments.work, SHAPES[arguments.shape], 128))
+    longest = max(arguments.contexts) + max(_WIDTHS)
+    opened = open_bundle(bundle(arguments.work, with_context(SHAPES[arguments.shape], longest), 128))
     # Threads that spin after a pass would take the cores from the other graph's pass.
     config = SessionConfig(cpu_device(), arguments.threads, shares_cores=True)
     graphs = open_graph(opened, config, cache=True)

@@ -7,10 +7,12 @@ sequences, the other computes every prompt anew. A third request repeats the beg
 Prints times to the first token, the time of a decode pass and of reading the new tokens alone, and one JSON line.
 
 With `--disk`, fresh processes answer prompts of `--history` tokens and `--new` more, in turn with those tokens kept on
-disk and without; the time is that from the request to the first token in a process that has loaded the model.
+disk and without; the time is that from the request to the first token in a process that has loaded the model. With
+`--padded` too, the slots on disk are arbitrary, and no process computes the prompt, which takes long at long contexts.
 
 Example: python benchmarks/prefix_cache.py --history 2000 --tokenizer DIR/tokenizers/qwen2.5
          python benchmarks/prefix_cache.py --disk --history 4096
+         python benchmarks/prefix_cache.py --disk --padded --history 130000
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 import edgerun
-from artifacts import bundle
+from artifacts import bundle, with_context
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
 from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.generation import CachedSequence
@@ -88,16 +91,25 @@ def answer_once(model: Path, kind: str, options: argparse.Namespace) -> dict[str
         loaded_s = time.monotonic() - started
         history = [rng.randrange(engine.graph_io.vocab_size) for _ in range(options.history)]
         new = [rng.randrange(engine.graph_io.vocab_size) for _ in range(options.new)]
+        if kind == "pad":
+            arena = engine.model.new_arena()
+            arena.pad_to(options.history, 0.01)
+            arena.plain_length = options.history
+            engine.model.prefixes.keep(arena, history, options.history)
+            started = time.monotonic()
+            engine.model.prefixes.wait()
+            return {"writing": (time.monotonic() - started) * 1e3}
         settings = GenerateOptions(
             max_tokens=1, speculation=Speculation.OFF, ignore_eos=True, keep_prefix=kind == "keep"
         )
         stats = Reply.of(engine.model.answer(None, history if kind == "keep" else [*history, *new], settings)).stats
-        closing = time.monotonic()
+        resident, closing = psutil.Process().memory_info().rss, time.monotonic()
     return {
         "load": loaded_s * 1e3,
         "first token": stats.first_token_s * 1e3,
         "closing": (time.monotonic() - closing) * 1e3,
         "reused": stats.reused_tokens,
+        "MiB": resident / 2**20,
     }
 
 
@@ -113,12 +125,13 @@ def measure_disk(model: Path, options: argparse.Namespace) -> None:
             found: dict[str, float] = json.loads(printed)
             return found
 
-        first = run("keep")
+        first = run("pad" if options.padded else "keep")
         run("kept")  # measures which graph runs the pass over the new tokens, once for a model
-        runs = [(run("kept"), run("computed")) for _ in range(options.rounds)]
+        kinds = ("kept",) if options.padded else ("kept", "computed")
+        runs = [[run(kind) for kind in kinds] for _ in range(options.rounds)]
     medians = {
-        name: {key: round(statistics.median(each[key] for each in found), 1) for key in first}
-        for name, found in zip(("kept", "computed"), zip(*runs, strict=True), strict=True)
+        name: {key: round(statistics.median(each[key] for each in found), 1) for key in found[0]}
+        for name, found in zip(kinds, zip(*runs, strict=True), strict=True)
     }
     print(json.dumps({"shape": options.shape, "history": options.history, "keep": first, **medians}))
 
@@ -134,12 +147,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer.json of the shape")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks")
     parser.add_argument("--disk", action="store_true", help="measure prefixes on disk")
+    parser.add_argument("--padded", action="store_true", help="with --disk: arbitrary slots, not those of a prompt")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(answer_once(Path(options.child[1]), options.child[0], options)))
         return
-    model = bundle(options.work, SHAPES[options.shape], 128, options.tokenizer)
+    shape = with_context(SHAPES[options.shape], options.history + 4 * options.new)
+    model = bundle(options.work, shape, 128, options.tokenizer)
     if options.disk:
         measure_disk(model, options)
         return

@@ -234,5 +234,8 @@ def context_limit(bundle: Bundle, capacity: int | None, wanted: int | None) -> i
     if not limits:
         raise InputError(f"nothing beside {bundle.graph} says how long the context is", "give it with --context")
     if wanted is not None and wanted > (allowed := min(limits)):
-        raise InputError(f"context is {wanted}", f"this model allows at most {allowed}")
+        raise InputError(
+            f"context is {wanted}",
+            f"this model allows at most {allowed}, unless it is exported with a longer --context",
+        )
     return min(limits)
