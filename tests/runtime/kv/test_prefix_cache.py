@@ -28,7 +28,7 @@ class Conversation:
 
     def __init__(self, arena: KVArena, token_ids: list[int]) -> None:
         self.arena = arena
-        self.token_ids = token_ids
+        self.token_ids = self.cache_ids = token_ids
 
 
 def run(arena: KVArena, token_ids: list[int]) -> None:
