@@ -38,8 +38,9 @@ from .draft_model import DraftModel, Floats, Int32
 from .interface import Candidate
 from .model import Path
 
-LONG_CONTEXT: Final = 4096
-"""Number of tokens of a prompt from which these drafts may pay."""
+LONG_CONTEXT: Final = 16384
+"""Number of tokens of a prompt from which these drafts are tried: after 8,192 they gain too little for what it costs to
+find out whether they do (docs/log.md, "Drafts over few cache slots")."""
 BLOCK: Final = 32
 """Number of slots that are chosen together."""
 _KEPT_BLOCKS: Final = 32
