@@ -86,8 +86,8 @@ class SparseCacheDraft(DraftModel):
 
     source = Source.SPARSE
     # The same model says what is likely: more often right than its probability, as only the cache differs.
-    prior = tuple(min(0.35 + 0.7 * rate, 0.98) for rate in DraftModel.prior[: len(DraftModel.prior) // 2]) + tuple(
-        0.6 * rate for rate in DraftModel.prior[: len(DraftModel.prior) // 2]
+    prior = tuple(
+        rate ** (0.5 if index < len(DraftModel.prior) // 2 else 1) for index, rate in enumerate(DraftModel.prior)
     )
 
     def __init__(self, bound: BoundGraph, cost: PassCost) -> None:
