@@ -20,8 +20,8 @@ from ..graph.session import SessionConfig, load_graph
 from .decoding import decode_image
 from .image_processors import Floats, ProcessedImage, processor_of
 
-_KEPT: Final = 32
-"""Number of images whose features are kept."""
+KEPT_BYTES: Final = 256 << 20
+"""Most bytes of images and features that are kept, besides those of the latest image."""
 
 
 class VisionModel:
@@ -73,8 +73,9 @@ class VisionModel:
         made = SeenImage(self, digest, self.processor.process(decode_image(data)))
         with self._lock:
             self._seen[digest] = made
-            while len(self._seen) > _KEPT:
-                self._seen.popitem(last=False)
+            kept = sum(each.nbytes for each in self._seen.values())
+            while kept > KEPT_BYTES and len(self._seen) > 1:
+                kept -= self._seen.popitem(last=False)[1].nbytes
         return made
 
     def features(self, tile: npt.NDArray[np.uint8]) -> Floats:
@@ -130,6 +131,13 @@ class SeenImage:
         self._tiles: Final[list[npt.NDArray[np.uint8] | None]] = list(image.tiles)
         """The tiles whose features are not known yet."""
         self._features: Final[dict[int, Floats]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tiles and features."""
+        # Another thread may be adding features.
+        arrays = [*self._tiles, *list(self._features.values())]
+        return sum(each.nbytes for each in arrays if each is not None)
 
     def features(self, start: int, stop: int) -> Floats:
         """Features float32 `[1 + layers, stop - start, hidden]` of some of its tokens.

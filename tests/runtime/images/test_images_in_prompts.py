@@ -152,6 +152,24 @@ def test_passes_and_prefixes_do_not_cut_what_they_must_not(seeing: Engine) -> No
         PromptImages(vision, seen, [*ids, slot])
 
 
+def test_images_that_were_seen_take_bounded_memory(seeing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = seeing.model.vision
+    assert vision is not None
+    sizes = []
+    for number in range(40, 60):
+        seen = vision.see(random_image(number))
+        seen.features(0, seen.tokens)
+        sizes.append(seen.nbytes)
+    assert vision.see(random_image(40)).nbytes == sizes[0]
+    monkeypatch.setattr("edgerun.runtime.images.vision_model.KEPT_BYTES", 3 * max(sizes))
+    last = vision.see(random_image(60))
+    assert sum(each.nbytes for each in vision._seen.values()) <= 3 * max(sizes)
+    assert vision.see(random_image(60)) is last
+    monkeypatch.setattr("edgerun.runtime.images.vision_model.KEPT_BYTES", 0)
+    vision.see(random_image(61))
+    assert len(vision._seen) == 1
+
+
 def test_long_conversations_lose_whole_turns(bundle: Path) -> None:
     turns: list[dict[str, Any]] = []
     with edgerun.load(bundle, threads=1, context=128, overflow="window") as engine:
