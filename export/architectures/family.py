@@ -225,6 +225,8 @@ class Family:
     """How blocks of masked tokens are filled; None for a family that generates token by token."""
     nested_type: str | None = None
     """The `model_type` of the text model whose settings a multimodal config.json nests; None for text models."""
+    may_be_flat: bool = False
+    """Whether some of its multimodal checkpoints do not nest them."""
     vision: VisionFamily | None = None
     """The vision tower of multimodal models; None for text models, and those whose tower is not exported."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

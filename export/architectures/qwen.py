@@ -46,7 +46,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     # Qwen2 and Qwen2.5: biases on the query, key and value projections only.
     "qwen2": _QWEN2,
     # Their rotary positions have three axes, of which the tokens of texts have equal ones.
-    "qwen2_5_vl": replace(_QWEN2, nested_type="qwen2_5_vl_text", vision=QWEN2_5_VL, defaults={"rms_norm_eps": 1e-6}),
+    "qwen2_5_vl": replace(_QWEN2, nested_type="qwen2_5_vl_text", may_be_flat=True, vision=QWEN2_5_VL),
     "qwen3_vl": replace(_QWEN3, nested_type="qwen3_vl_text", vision=QWEN3_VL),
     "qwen3": _QWEN3,
     # Qwen3 with a mixture-of-experts feed-forward.

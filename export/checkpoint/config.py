@@ -297,7 +297,7 @@ def text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any
     if family.nested_type is None:
         return config
     nested = config.get("text_config")
-    if nested is None and "hidden_size" in config:  # as the first checkpoints of Qwen2.5-VL
+    if nested is None and family.may_be_flat:
         return config
     if not isinstance(nested, Mapping):
         raise CheckpointError(f"config.json: text_config must be an object, found {shown(nested)}")

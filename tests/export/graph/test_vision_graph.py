@@ -11,8 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from edgerun.errors import CheckpointError
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
-from edgerun.models.bundle import VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, open_bundle
+from edgerun.models.bundle import GRAPH_NAME, VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, open_bundle
 from edgerun.runtime.images.image_processors import processor_of
+from support.tiny_models import write_json
 from support.vision_models import FAMILIES, vision_config, write_vision_checkpoint
 from support.vision_reference import reference_features, reference_native_features
 
@@ -91,3 +92,17 @@ def test_damaged_towers_are_refused(tmp_path: Path, name: str, message: str) -> 
     with pytest.raises(CheckpointError, match=message):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_the_first_checkpoints_of_qwen2_5_vl_do_not_nest_their_settings(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", "qwen2_5_vl")
+    nested = export_checkpoint(source, tmp_path / "nested", ExportRecipe(FP32)).bundle
+    config = vision_config("qwen2_5_vl")
+    text = config.pop("text_config")
+    write_json(source / "config.json", {**text, **config})
+    flat = export_checkpoint(source, tmp_path / "flat", ExportRecipe(FP32)).bundle
+    for name in (GRAPH_NAME, VISION_GRAPH_NAME, VISION_WEIGHTS_NAME):
+        assert (flat / name).read_bytes() == (nested / name).read_bytes()
+    axes = processor_of(open_bundle(flat)).axes
+    assert axes is not None
+    assert axes.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
