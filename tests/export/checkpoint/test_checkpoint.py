@@ -140,8 +140,8 @@ DAMAGED = [
     (write("config.json", "{}"), r"config\.json has no model_type"),
     (
         edit_config(model_type="mixtral"),
-        r"model_type 'mixtral' is not a supported architecture; supported are Fast_dLLM_Qwen, gemma2, .*, smolvlm; Optimum exports "
-        r'more: pip install "edge-run\[optimum\]"$',
+        r"model_type 'mixtral' is not a supported architecture; supported are Fast_dLLM_Qwen, gemma2, .*, smolvlm; "
+        r'Optimum exports more: pip install "edge-run\[optimum\]"$',
     ),
     (edit_config(model_type="../llama"), r"'\.\./llama' is not a supported architecture"),
     (edit_config(hidden_size=None), r"hidden_size must be a positive integer, found None"),

@@ -30,10 +30,6 @@ class Conversation:
         self.arena = arena
         self.token_ids = self.cache_ids = token_ids
 
-    @property
-    def cache_ids(self) -> list[int]:
-        return self.token_ids
-
 
 def run(arena: KVArena, token_ids: list[int]) -> None:
     """Fill the missing slots of an arena as a model would: a slot holds a digest of the tokens up to it."""
