@@ -235,7 +235,7 @@ def test_stop_may_be_repeated(tiny_bundle: Path, capsys: Capture) -> None:
         (["-p", "a", "--top-p", "0"], "top-p is 0.0; it must be above 0 and at most 1"),
         (["-p", "a", "--logit-bias", "12"], "--logit-bias is '12'; give a token id and what to add, such as 42=-1.5"),
         (["-p", "a", "--prefix-cache", "2000"], "--prefix-cache is '2000'; write a number and a unit, such as 512MB"),
-        (["-p", "a", "--context", "9999"], "context is 9999; this model allows at most 256"),
+        (["-p", "a", "--context", "9999"], "allows at most 256, unless it is exported with a longer --context"),
         (["-p", "a", "--stop", ""], "it must be a non-empty string, or several"),
         (["-p", "a", "--device", "abacus"], "this machine has no device 'abacus'; available: "),
         (["-p", "a", "--xyz"], "No such option: --xyz; see edge-run run --help"),
