@@ -17,7 +17,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +27,7 @@ from ...errors import BundleError
 from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle, digest_file
 from ...models.json_file import read_json_object
-from ...models.onnx_file.model_messages import with_tensors_of
+from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model, with_tensors_of
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ..devices.processor import processor
@@ -42,7 +42,11 @@ _PAGES: Final = 64
 _WHOLE_BELOW: Final = 8 << 20
 """Smaller files are hashed whole at every load."""
 _HINT: Final = "run the command again: the model is packed anew"
-_WEIGHTS_FORMAT: Final = 2
+_LARGE_PAGE: Final = 2 << 20
+_COPIED_AT_ONCE: Final = 16 << 20
+_PACKED: Final = "prepacked_"
+"""Beginning of the keys under which a tensor lists its packed forms: `kernel|offset;length;checksum|...` each."""
+_WEIGHTS_FORMAT: Final = 3
 _MIN_WEIGHT_BYTES: Final = 64 << 20
 """Smaller models load fast enough without."""
 _SIZE_RATIO: Final = 2.5
@@ -191,6 +195,55 @@ def _make_room(parent: Path, needed: int) -> None:
 
 def write_prepacked(graph: Path, destination: Path) -> None:
     """Write a copy of `graph` that also stores its weights as packed for this machine's kernels.
+
+    Large ones lie at multiples of 2 MB in the data file. Only there can the system map large pages, with which a token
+    takes 0.93 of the time.
+
+    Raises:
+        BundleError: the file is not a model.
+        OSError: the copy cannot be written.
+    """
+    packed = destination.with_name("packed.onnx")
+    pack(graph, packed)
+    unaligned, aligned = (path.with_name(f"{path.name}.data") for path in (packed, destination))
+    model = read_model(packed)
+    with unaligned.open("rb") as source, aligned.open("wb") as file:
+
+        def copied(start: int, length: int, alignment: int) -> int:
+            place = file.seek(-(-file.tell() // alignment) * alignment)
+            source.seek(start)
+            for done in range(0, length, _COPIED_AT_ONCE):
+                file.write(source.read(min(_COPIED_AT_ONCE, length - done)))
+            return place
+
+        for tensor in model.graph.initializer:
+            if tensor.data_location == EXTERNAL:
+                move_data(tensor, aligned.name, copied)
+    destination.write_bytes(model.SerializeToString())
+    for path in (packed, unaligned):
+        path.unlink()
+
+
+def move_data(tensor: Message, file_name: str, moved: Callable[[int, int, int], int]) -> None:
+    """Let an external tensor refer to another data file.
+
+    `moved` gives the new place of bytes, by their place and length, and what it should be a multiple of.
+    """
+    entries = {each.key: each for each in tensor.external_data}
+    entries["location"].value = file_name
+    entries["offset"].value = str(moved(int(entries["offset"].value), int(entries["length"].value), _PAGE))
+    for key, entry in entries.items():
+        if key.startswith(_PACKED):
+            kernel, *buffers = entry.value.split("|")
+            for index, buffer in enumerate(buffers):
+                start, length, checksum = buffer.split(";")
+                alignment = _LARGE_PAGE if int(length) >= _LARGE_PAGE else _PAGE
+                buffers[index] = f"{moved(int(start), int(length), alignment)};{length};{checksum}"
+            entry.value = "|".join([kernel, *buffers])
+
+
+def pack(graph: Path, destination: Path) -> None:
+    """Let ONNX Runtime write a copy of `graph` that also stores its weights as packed for this machine's kernels.
 
     Raises:
         BundleError: the file is not a model.

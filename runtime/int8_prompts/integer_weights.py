@@ -30,7 +30,7 @@ from ...models.onnx_file.model_messages import (
     value_info,
 )
 from ..graph.ort import ORT_ERRORS, error_reason, load_session, session_options
-from ..graph.packed_files import write_prepacked
+from ..graph.packed_files import move_data, pack
 
 _BLOCK_WEIGHTS: Final = 1 << 20
 """Weights that are decoded at a time: 4 MB as floats."""
@@ -42,8 +42,6 @@ _BITS: Final = (2, 4, 8)
 _OPSET: Final = 21
 _WEIGHTS: Final = "weights"
 _ALIGNMENT: Final = 4096
-_PACKED: Final = "prepacked_"
-"""Beginning of the keys under which a tensor lists its packed forms: `kernel|offset;length;...` each."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ class PackedWeightsWriter:
         data = packed.with_name(f"{packed.name}.data")
         try:
             source.write_bytes(model(_product(integers, zero), opset=_OPSET).SerializeToString())
-            write_prepacked(source, packed)
+            pack(source, packed)
             found = next(each for each in read_model(packed).graph.initializer if each.name == _WEIGHTS)
             if found.data_location != EXTERNAL:
                 return tensor(name, integers)
@@ -242,13 +240,7 @@ class PackedWeightsWriter:
             for each in (source, packed, data):
                 each.unlink(missing_ok=True)
         found.name = name
-        for entry in found.external_data:
-            if entry.key == "location":
-                entry.value = self._name
-            elif entry.key == "offset":
-                entry.value = str(start + int(entry.value))
-            elif entry.key.startswith(_PACKED):
-                entry.value = _shifted(entry.value, start)
+        move_data(found, self._name, lambda place, *_: start + place)
         return found
 
     def add(self, name: str, array: npt.NDArray[Any]) -> Message:
@@ -291,10 +283,3 @@ def _product(integers: npt.NDArray[np.int8], zero: int) -> Message:
         output=[value_info("outputs", np.float32, (1, "tokens", outputs))],
         initializer=[tensor(name, value) for name, value in constants.items()],
     )
-
-
-def _shifted(entry: str, start: int) -> str:
-    """A list of packed buffers, `kernel|offset;length;checksum`, with another beginning of the file."""
-    kernel, separator, buffers = entry.partition("|")
-    parts = [buffer.split(";") for buffer in buffers.split("|")]
-    return kernel + separator + "|".join(";".join([str(start + int(first)), *rest]) for first, *rest in parts)

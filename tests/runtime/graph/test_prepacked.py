@@ -14,6 +14,7 @@ from edgerun.edge.cli.main import main
 from edgerun.errors import BundleError
 from edgerun.export import ExportRecipe, WeightFormat
 from edgerun.models.bundle import open_bundle
+from edgerun.models.onnx_file.model_messages import read_model
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.packed_files import (
@@ -44,9 +45,16 @@ def graph_to_load(bundle: Path) -> Path:
     return prepacked_graph(open_bundle(bundle))
 
 
-def test_prepacked_graph_gives_bit_identical_logits(bundle: Path, cache: Path) -> None:
+def test_prepacked_graph_gives_bit_identical_logits(bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = 1 << 14
+    monkeypatch.setattr(packed_files, "_LARGE_PAGE", page)
     copy = graph_to_load(bundle)
     assert copy.parent.parent == cache
+    entries = [each for tensor in read_model(copy).graph.initializer for each in tensor.external_data]
+    packed = [each.value.split("|")[1].split(";") for each in entries if each.key.startswith("prepacked_")]
+    large = [int(start) for start, length, _ in packed if int(length) >= page]
+    assert large
+    assert not any(start % page for start in large)
     logits = []
     for graph in (bundle / "model.onnx", copy):
         session = GraphSession(graph, SessionConfig(choose_device("cpu"), 1))
