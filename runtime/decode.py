@@ -133,7 +133,7 @@ def decode(
         while True:
             tokens = step.tokens
             remaining -= len(tokens)
-            step = _finished(step._replace(replayed=arena.replayed - before), limits.eos, constraint, remaining)
+            step = _finished(step, arena.replayed - before, limits.eos, constraint, remaining)
             before = arena.replayed
             yield _completed(step, logits, log_softmax)
             if step.finish is not None:
@@ -157,12 +157,16 @@ def decode(
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 
 
-def _finished(step: Step, eos: frozenset[int], constraint: TokenConstraint | None, remaining: int) -> Step:
-    """The step with the reason why decoding ends with it, if it does."""
+def _finished(
+    step: Step, replayed: int, eos: frozenset[int], constraint: TokenConstraint | None, remaining: int
+) -> Step:
+    """The step with the number of tokens that ran once more, and the reason why decoding ends with it, if it does."""
     ended = step.tokens[-1] in eos
     closed = constraint is not None and not ended and constraint.ends_with(step.tokens[-1])
     finish = FinishReason.STOP if ended or closed else FinishReason.LENGTH if remaining <= 0 else None
-    return step._replace(finish=finish, closed=closed)
+    if finish is None and not replayed:  # the usual case: every copy takes microseconds between two passes
+        return step
+    return step._replace(finish=finish, closed=closed, replayed=replayed)
 
 
 def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | None) -> Step:
@@ -173,7 +177,7 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
     every = step.tokens
     tokens = every[:-1] if step.finish is FinishReason.STOP and not step.closed else every
     if log_softmax is None:
-        return step._replace(tokens=tokens)
+        return step if tokens is every else step._replace(tokens=tokens)
     logprobs = tuple(log_softmax.at(*chosen) for chosen in zip(logits, every, strict=False))
     if step.round is not None:
         origins = origins_of(step.round, every)

@@ -220,7 +220,8 @@ class Generation:
         produced, text, count = step.produced, "", 0
         totals = self._recorder.logprob_totals
         for count, token in enumerate(step.tokens, 1):
-            totals = totals.plus(each.logprob for each in step.logprobs[count - 1 : count])
+            if step.logprobs:
+                totals = totals.plus(each.logprob for each in step.logprobs[count - 1 : count])
             if totals.tokens and totals.mean < self._least_mean:
                 matcher.end()
             else:
@@ -233,7 +234,8 @@ class Generation:
                 break
         self._recorder.completion_tokens += produced
         self._recorder.text_tokens += min(produced, len(step.tokens))
-        self._recorder.logprob_totals = totals.plus(each.logprob for each in step.logprobs[count:produced])
+        if step.logprobs:
+            self._recorder.logprob_totals = totals.plus(each.logprob for each in step.logprobs[count:produced])
         return text
 
     @contextmanager

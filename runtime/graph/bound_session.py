@@ -20,7 +20,7 @@ from ..kv.arena import InPlaceArena, KVArena
 from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
-from .bound_graph import ALONE, BoundGraph, NewTokens
+from .bound_graph import ALONE, BoundGraph, NewTokens, OtherTexts
 from .graph_io import Floats, GraphIO, LogitsMode
 from .ort import ORT_ERRORS, run_failure, run_options
 from .pass_inputs import PassInputs, wrapped
@@ -180,6 +180,8 @@ class BoundSession(BoundGraph):
         base, width = arena.length, len(ids)
         self._bind_cache(width)
         inputs.write_tokens(ids, base, positions)
+        if self._shared is not None:
+            self._io.tokens = width
         first_logits = self._logits.bind(width, wanted)
         if self._hidden is not None:
             self._hidden.bind(width, self._logits.count)
@@ -212,9 +214,9 @@ class BoundSession(BoundGraph):
     def _run_session(self) -> None:
         if self.shares_passes and self._shared is not None:
             self._shared.run(self._io, self._run_options)
+            texts, tokens, waited_s = self._io.others
             # A pass in several parts has waited in each.
-            waited_s = self.others.waited_s + self._io.others.waited_s
-            self.others = self._io.others._replace(waited_s=waited_s)
+            self.others = OtherTexts(texts, tokens, self.others.waited_s + waited_s)
         else:
             self._session.run_with_iobinding(self._io, self._run_options)
 

@@ -221,7 +221,7 @@ class GraphSession(DecoderGraph):
         room = _HELD_TWICE_SHARE * psutil.virtual_memory().available
         if weights > room and not self._graph.is_relative_to(cache_folder()):
             return "the weights are not packed for this machine, and there is no memory to hold them twice"
-        shared = SharedPasses(self.graph_io.inputs[InputRole.TOKENS].name, texts, gather)
+        shared = SharedPasses(texts, gather)
         self.join(shared)
         return shared
 

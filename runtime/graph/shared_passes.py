@@ -62,6 +62,8 @@ class TextBinding(ort.IOBinding):  # type: ignore[misc]  # onnxruntime has no ty
         """Its place among the texts of a pass, whose rows are in the order in which bindings were made."""
         self.inputs: Final[dict[str, ort.OrtValue]] = {}
         self.outputs: Final[dict[str, ort.OrtValue]] = {}
+        self.tokens = 0
+        """Number of tokens of the pass."""
         self.others = ALONE
         """What else ran in the last pass."""
         self.pass_s = 0.0
@@ -238,15 +240,13 @@ class SharedPasses:
     """Passes that threads hand in one at a time, each while it has the turn of the request queue.
 
     Args:
-        tokens: name of the input of tokens.
         texts: largest number of texts of a pass.
         gather: lets other threads hand in theirs.
     """
 
-    def __init__(self, tokens: str, texts: int, gather: Gather) -> None:
+    def __init__(self, texts: int, gather: Gather) -> None:
         self.totals = NO_PASSES
         self.texts: Final = texts
-        self._tokens: Final = tokens
         self._gather: Final = gather
         self._graphs: Final[list[SharedGraph]] = []
         self._handed_in: Final[list[TextBinding]] = []
@@ -284,14 +284,15 @@ class SharedPasses:
             self.hand_in(binding)
             try:
                 self._gather(lambda: binding not in handed_in or len(handed_in) >= self.texts)
+                if binding in handed_in:
+                    bindings = sorted(handed_in, key=lambda each: each.number)
+                    handed_in.clear()
+                    self._run(bindings, options)
             except BaseException:
                 self.withdraw(binding)
                 raise
-            if binding in handed_in:
-                bindings = sorted(handed_in, key=lambda each: each.number)
-                handed_in.clear()
-                self._run(bindings, options)
-        binding.others = binding.others._replace(waited_s=time.perf_counter() - started - binding.pass_s)
+        texts, tokens, _ = binding.others
+        binding.others = OtherTexts(texts, tokens, time.perf_counter() - started - binding.pass_s)
         error, binding.error, binding.handed_in_at = binding.error, None, None
         if error is not None:
             raise error
@@ -309,6 +310,10 @@ class SharedPasses:
 
     def _run(self, bindings: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, those of each graph together if they are several; texts keep their errors."""
+        if len(bindings) == 1:  # what several texts need takes 15 us between two passes
+            self.release()
+            self._run_pass(bindings[0].graph, None, bindings, options)
+            return
         graphs = dict.fromkeys(each.graph for each in bindings)
         for graph in set(self._graphs).difference(graphs):
             graph.release()
@@ -340,7 +345,7 @@ class SharedPasses:
                 each.error = error
             return
         passes, all_texts, all_tokens = self.totals
-        tokens = sum(each.inputs[self._tokens].shape()[1] for each in bindings)
+        tokens = sum(each.tokens for each in bindings)
         self.totals = PassTotals(passes + 1, all_texts + len(bindings), all_tokens + tokens)
         for each in bindings:
             each.error, each.pass_s = None, time.perf_counter() - started
