@@ -73,7 +73,7 @@ class EmulatedGraph(BoundGraph):
         """Check the text that each token attends to, and compute the wanted logits."""
         started = time.perf_counter()
         self.passes += 1
-        ids, wanted, positions, tree_mask = new
+        ids, wanted, positions, tree_mask, *_ = new
         arena, count, base = self.arena, len(ids), self.arena.length
         arena.reserve(count)
         buffers = arena.buffers
