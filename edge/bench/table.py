@@ -70,11 +70,6 @@ def ratio_text(estimate: Estimate) -> str:
     return f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def interval_text(estimate: Estimate) -> str:
-    """A confidence interval in words."""
-    return "-" if estimate.interval is None else "{:.2f} to {:.2f}".format(*estimate.interval)
-
-
 def acceptance_text(counts: DraftCounts) -> str:
     """An acceptance rate in per cent."""
     return f"{counts.acceptance_rate:.0%}" if counts.drafted else "-"
