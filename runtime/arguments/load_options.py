@@ -48,8 +48,8 @@ class LoadOptions(OptionRecord):
     kv: str = option(
         KVFormat.FLOAT,
         "Element type of the KV cache. int8, on the CPU, takes a quarter of the memory at a small loss of quality, "
-        "which edge-run verify --kv int8 measures. A token becomes faster, drafts and long prompts slower. int4 takes "
-        "an eighth, at a large loss of quality.",
+        "which edge-run verify --kv int8 measures. A token may become faster, drafts and long prompts slower. int4 "
+        "takes an eighth, at a large loss of quality.",
         choices=KVFormat,
     )
     prefill: str = option(
