@@ -191,8 +191,9 @@ def test_contexts_are_those_of_the_checkpoint_up_to_a_limit(tmp_path) -> None:
 
 
 def test_every_architecture_file_has_a_tiny_model() -> None:
-    # The others are language models of these families nested in a multimodal checkpoint.
-    assert supported_families() == sorted([*FAMILIES, "gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe"])
+    # The others are language models of these families nested in a multimodal checkpoint, and models of blocks.
+    nested = ("gemma3", "gemma4", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
+    assert supported_families() == sorted([*FAMILIES, *nested, "Fast_dLLM_Qwen", "sdar", "sdar_moe"])
 
 
 @pytest.mark.parametrize("manifest", [True, False])

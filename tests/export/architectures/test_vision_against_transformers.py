@@ -24,7 +24,7 @@ from edgerun.runtime.images.decoding import decode_image
 from support.vision_models import FAMILIES, random_image, write_vision_checkpoint
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs the outputs of release 5")
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
