@@ -66,7 +66,7 @@ def test_interleaved_conversations_say_what_fresh_engines_say(
                 engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
             assert check_interleavings(cached, fresh, random.Random(seed), 20 if seed else 4) > 0
             kept = cached.model.prefixes._kept  # of the draft model too
-            assert 0 < sum({id(each.arena): each.arena.nbytes for each in kept}.values()) <= budget
+            assert 0 < sum(each.cache.nbytes for each in kept) <= budget
             assert (len({id(each.owner) for each in kept}) == 2) == (seed % 3 != 1)
 
 
