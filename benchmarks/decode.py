@@ -121,10 +121,12 @@ class _Round:
             self._decode(context)
         if self._settings.widths:
             self._passes()
+        before = {worker.label: worker.call("memory", reset=True)["peak"] for worker in self._workers}
         for count in self._settings.prompts:
             self._prefill(count)
         for worker in self._workers:
-            self._found.memory[worker.label]["peak"] = worker.call("memory")["peak"]
+            prompts = worker.call("memory")["peak"]
+            self._found.memory[worker.label] |= {"prompts": prompts, "peak": max(prompts, before[worker.label])}
 
     def _decode(self, context: int) -> None:
         self._report(f"  decoding after {context} tokens")

@@ -146,7 +146,7 @@ def show(console: Console, result: dict[str, Any], title: str) -> None:
         speed.add_column(name, justify="right")
     memory = Table(title="load time and resident memory, MiB")
     memory.add_column("")
-    for name in ("weights on disk", "load, s", "loaded", "decoding", "of that anonymous", "peak"):
+    for name in ("weights on disk", "load, s", "loaded", "decoding", "of that anonymous", "prompts", "peak"):
         memory.add_column(name, justify="right")
     for label, row in result["engines"].items():
         speed.add_row(
@@ -155,7 +155,7 @@ def show(console: Console, result: dict[str, Any], title: str) -> None:
             *(f"{each['tokens_per_s']:.0f} ({each['time_ratio']:.3f})" for each in row["prefill"].values()),
         )
         resident = row["resident_mib"]
-        stages = [resident[name] for name in ("loaded", "decoding", "decoding_anonymous", "peak")]
+        stages = [resident[name] for name in ("loaded", "decoding", "decoding_anonymous", "prompts", "peak")]
         memory.add_row(label, f"{row['weights_mib']:.0f}", f"{row['load_s']:.2f}", *(f"{size:.0f}" for size in stages))
     console.print(speed)
     console.print(memory)
@@ -187,7 +187,7 @@ def markdown(result: dict[str, Any], title: str) -> str:
         "",
         *(f"ms a token after {int(context):,}" for context in first["decode"]),
         *(f"tokens/s, prompt of {int(count):,}" for count in first["prefill"]),
-        "peak memory, MiB",
+        *(f"memory {stage}, MiB" for stage in ("decoding", "reading prompts", "at most")),
         "model, MiB",
     ]
     lines = [f"{title}. In brackets, edge-run's speed divided by this engine's.", ""]
@@ -196,7 +196,7 @@ def markdown(result: dict[str, Any], title: str) -> str:
         cells = [
             *(_decode_cell(row, context, 1, 2) for context in first["decode"]),
             *(f"{each['tokens_per_s']:.0f} ({each['time_ratio']:.2f})" for each in row["prefill"].values()),
-            f"{row['resident_mib']['peak']:,.0f}",
+            *(f"{row['resident_mib'][stage]:,.0f}" for stage in ("decoding", "prompts", "peak")),
             f"{row['weights_mib']:,.0f}",
         ]
         lines.append("| " + " | ".join([label, *cells]) + " |")

@@ -35,6 +35,12 @@ def memory() -> dict[str, float]:
     return {name: value / 2**20 for name, value in found.items()}
 
 
+def reset_peak() -> None:
+    """Let the peak of the resident memory begin anew (Linux)."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 def _linux_peak() -> int:
     return _linux_status("VmHWM")
 
@@ -69,6 +75,8 @@ def main() -> None:
             answer = {"seconds": time.perf_counter() - started, "before": before, "after": memory()}
         elif name == "memory":
             answer = memory()
+            if arguments.get("reset"):
+                reset_peak()
         elif name == "write_logits":
             texts = json.loads(Path(arguments["texts"]).read_text(encoding="utf-8"))
             np.save(arguments["out"], np.concatenate([engine.logits(text) for text in texts]))

@@ -63,7 +63,7 @@ class EncoderGraph:
         self._where: Final = str(bundle.graph)
         operators = operators_of(bundle.graph)
         reject_operators(operators, self._where)
-        self._session, _ = load_graph(bundle.graph, config)
+        self._session = load_graph(bundle.graph, config)[0]
         inputs = graph_values(self._session.get_inputs())
         self._types: Final = {each.name: element_type(each) for each in inputs}
         outputs = {each.name: each for each in graph_values(self._session.get_outputs())}

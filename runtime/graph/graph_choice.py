@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, Final, Self
 
@@ -23,6 +24,7 @@ from ..kv.arena import KVArena
 from .bound_graph import BoundGraph, NewTokens, Steering
 from .bound_session import BoundSession
 from .graph_io import BASE_GRAPH, Floats, GraphIO, InputRole
+from .memory import MappedPages, PageLimit
 from .session import DecoderGraph, GraphSession
 from .shared_passes import Gather, SharedPasses
 
@@ -38,11 +40,13 @@ class FurtherGraph(ABC):
         name: what statistics call it; unique among the graphs of a model.
         required: whether the base graph cannot run the passes that this one takes, such as token trees.
         shares_passes: whether its passes are shared where those of the base graph are.
+        is_copy: whether it has a copy of the weights, of which nothing stays resident when another graph runs.
     """
 
     name: ClassVar[str]
     required: ClassVar[bool] = False
     shares_passes: ClassVar[bool] = False
+    is_copy: ClassVar[bool] = False
 
     @abstractmethod
     def takes(self, new: NewTokens, base: int) -> bool | None:
@@ -101,6 +105,7 @@ class ChosenGraphs(DecoderGraph):
     Attributes:
         further: the further graphs; the first that takes a pass runs it.
         loaded: the further graphs that are loaded, by name.
+        page_limit: how much of the weights that they map is resident: about as much as one graph needs.
         failures: why further graphs are not used after all, by name: what was wrong when they were loaded.
     """
 
@@ -120,6 +125,7 @@ class ChosenGraphs(DecoderGraph):
         self.loaded: Final[dict[str, GraphSession]] = {}
         self._loading: Final = Lock()
         self._shared: SharedPasses | str = ""
+        self.page_limit: Final = PageLimit(base.pages.size, partial(_pages, base, self.loaded))
 
     def limit_width(self, tokens: int) -> None:
         """Run passes over at most that many tokens from now on, in every graph."""
@@ -157,6 +163,7 @@ class ChosenGraphs(DecoderGraph):
                 return None
             session = self.loaded.get(graph.name)
             if session is None:
+                self.page_limit.drop()
                 try:
                     session, own = graph.load(), self._base.graph_io
                     types = session and (session.graph_io.tensor_types, session.graph_io.state_types)
@@ -186,6 +193,12 @@ class ChosenGraphs(DecoderGraph):
             self.loaded.pop(name, None)
 
 
+def _pages(base: GraphSession, loaded: Mapping[str, GraphSession]) -> Iterator[MappedPages]:
+    """What the sessions map that are loaded now, which stay alive until the last one was yielded."""
+    for each in (base, *loaded.values()):
+        yield each.pages
+
+
 class ChosenSession(BoundGraph):
     """Several graphs bound to one arena, which extend the same cache.
 
@@ -201,6 +214,8 @@ class ChosenSession(BoundGraph):
         self._graphs: Final = graphs
         self._base: Final = base
         self._base_has_bias: Final = InputRole.BIAS not in graphs.graph_io.inputs.keys() - base.graph_io.inputs.keys()
+        self._remaining = 0
+        """Number of tokens of a prompt that were left before its last pass."""
         self._bound: Final[dict[str, BoundSession]] = {}
         """Bindings of further graphs by name."""
         required = tuple(graph for graph in graphs.further if graph.required)
@@ -234,6 +249,7 @@ class ChosenSession(BoundGraph):
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
+        self._remaining = remaining
         for graph in self._takers:
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
         return self._own.prefill_width(preferred, remaining)
@@ -252,21 +268,26 @@ class ChosenSession(BoundGraph):
 
     def _chosen(self, new: NewTokens) -> tuple[BoundSession, NewTokens]:
         """The first graph that takes a pass, and the pass as it runs there."""
-        bound, base = self._own, self.arena.length
+        bound, base, limit, copy = self._own, self.arena.length, self._graphs.page_limit, None
         self.last_graph = BASE_GRAPH
         for graph in self._takers:
             takes = graph.name == self.preferred or graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
+                    limit.drop()
                     # Timed passes run alone; the graph that runs the pass itself gets the answer's setting below.
                     self._base.shares_passes = chosen.shares_passes = False
                     graph.measure(new, self._base, chosen)
+                    limit.drop()
                     if not graph.takes(new, base):
                         continue
                 self.last_graph = graph.name
                 bound = chosen
                 bound.supply(graph.inputs(new))
+                if graph.is_copy:
+                    copy = self._graphs.loaded[graph.name].pages
                 break
+        limit.renew(copy, tight=copy is not None and (base > 0 or len(new.ids) < self._remaining))
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.

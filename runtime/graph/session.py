@@ -32,7 +32,7 @@ from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
 from .head_session import HeadSession
 from .hybrid_session import HybridSession
 from .introspection import introspect
-from .memory import drop_file_pages
+from .memory import MappedPages, pages_dropped
 from .model_metadata import ModelMetadata, reject_operators
 from .ort import ORT_ERRORS, error_reason, session_options
 from .probe import ProbeResult, graph_io_key, probe
@@ -153,7 +153,7 @@ class GraphSession(DecoderGraph):
             reject_operators(metadata.operators, str(graph))
         self._graph, self._model = graph, model
         self._shared: tuple[SharedPasses, SharedGraph] | None = None
-        self._session, self.assignments = load_graph(graph, config, model)
+        self._session, self.assignments, self.pages = load_graph(graph, config, model)
         first = metadata.first_pass_graph
         self._first_session = None if first is None else load_graph(first, config)[0]
         self.config = config
@@ -282,7 +282,7 @@ class GraphSession(DecoderGraph):
 
 def load_graph(
     graph: Path, config: SessionConfig, model: bytes | None = None
-) -> tuple[ort.InferenceSession, Assignments]:
+) -> tuple[ort.InferenceSession, Assignments, MappedPages]:
     """Load a graph, or its serialized form `model`, beside whose file the weights are; errors as for `GraphSession`."""
     options = config.options()
     options.inter_op_num_threads = 1
@@ -298,7 +298,9 @@ def load_graph(
     if model is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     try:
-        session, assignments = load_on_device(model or str(graph), options, config.device, graph)
+        # Loading reads all weights to pack them; afterwards only rows of the embedding are read from the file.
+        with pages_dropped(graph.parent / name for name in external_files(graph)) as pages:
+            session, assignments = load_on_device(model or str(graph), options, config.device, graph)
     except ORT_ERRORS as error:
         reason = error_reason(error)
         if _STATE_WINDOW in reason:
@@ -309,10 +311,7 @@ def load_graph(
         raise BundleError(
             f"{graph} cannot be loaded: {reason}", "give a complete model, such as edge-run export makes"
         ) from error
-    # Loading has read all weights to pack them; afterwards only rows of the embedding are read from the file.
-    for name in external_files(graph):
-        drop_file_pages(graph.parent / name)
-    return session, assignments
+    return session, assignments, *pages
 
 
 def graph_values(nodes: Sequence[ort.NodeArg]) -> list[GraphValue]:

@@ -202,4 +202,4 @@ class PrefillChoice:
         prompt.adopt(choice, store=not busy)
         if prompt.refusal is not None:
             graphs.release(prompt.name)
-        prompt.give_back()
+        graphs.page_limit.drop()

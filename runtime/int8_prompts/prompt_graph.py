@@ -1,34 +1,27 @@
 """The int8 prompt graph as a further graph: which passes it takes, and why it takes none.
 
 It reads prompts where it was asked for by name, or where it was measured to be faster and its quality was checked
-(docs/decisions/0062-int8-prompt-graph.md). Its weights are mapped from a file; after a prompt their pages are given
-back to the system.
+(docs/decisions/0062-int8-prompt-graph.md). Its weights are mapped from a file.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import psutil
 
 from ...models.bundle import Bundle
-from ...models.onnx_file.wire import external_files
 from ...models.user_text import format_bytes
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
-from ..graph.memory import drop_file_pages
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession, SessionConfig
 from ..measure.measurement_store import model_key
 from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, UNMEASURED_WIDTH, PromptChoice
 from ..prefill import INT8_GRAPH, PrefillMode
 
-_PASSES_TO_REST: Final = 8
-"""Number of narrow passes in a row after which a prompt has been read: answers that alternate run one each."""
 _WORTH_MAKING: Final = 512
 """Prompt tokens that it would have read, from which on it is made in the background."""
 
@@ -51,6 +44,7 @@ class PromptGraph(FurtherGraph):
     """
 
     name = INT8_GRAPH
+    is_copy = True
 
     def __init__(self, bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, mode: PrefillMode) -> None:
         self.mode: Final = mode
@@ -65,14 +59,10 @@ class PromptGraph(FurtherGraph):
         """Whether the prompt that is being read is long enough to load the graph for it."""
         self._unloaded_tokens = 0
         """Number of prompt tokens that it has not read because it was not loaded."""
-        self._passes_to_rest = 0
-        """Number of narrow passes after which memory is given back; 0 where there is none to give."""
         self._bundle: Final = bundle
         # Idle threads must not spin beside the threads of the model's own graph, which runs the pass after a prompt.
         self._config: Final = replace(config, shares_cores=True)
         self._metadata: Final = metadata
-        self._weights: tuple[Path, ...] = ()
-        """Files that the loaded graph maps."""
         self._key: Final = model_key(bundle, config)
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
@@ -96,11 +86,6 @@ class PromptGraph(FurtherGraph):
         del base
         width = len(new.ids)
         if width < LEAST_WIDTH:
-            if self._passes_to_rest:
-                self._passes_to_rest -= 1
-                if not self._passes_to_rest:
-                    # In a thread: looking for the pages takes as long as a pass.
-                    threading.Thread(target=self.give_back, name="edge-run memory", daemon=True).start()
             return False
         if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() != [width - 1]:
             return False
@@ -114,7 +99,6 @@ class PromptGraph(FurtherGraph):
             self._unloaded_tokens += width
             self.preload()
             return False
-        self._passes_to_rest = _PASSES_TO_REST
         return True
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
@@ -142,15 +126,5 @@ class PromptGraph(FurtherGraph):
             self.refusal = f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}"
             return None
         session = GraphSession(path, self._config, self._metadata)
-        self._weights = tuple(path.parent / name for name in external_files(path))
         self._is_loaded = True
         return session
-
-    def give_back(self) -> int:
-        """Return the memory of the mapped weights to the system, which reads them again for the next prompt.
-
-        Returns:
-            Number of bytes.
-        """
-        self._passes_to_rest = 0
-        return sum(drop_file_pages(file) for file in self._weights)

@@ -1,38 +1,122 @@
-"""Pages of mapped files are dropped only if they can be read from the file again."""
+"""Pages of mapped files are dropped only if they can be read from the file again, and where too many are resident."""
 
 from __future__ import annotations
 
 import mmap
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.graph.memory import drop_file_pages
+from edgerun.runtime.graph.memory import MappedPages, PageLimit, pages_dropped
 
 SIZE = 4 << 20
+CONTENTS = bytes(range(256)) * (SIZE // 256)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
-    path.write_bytes(bytes(range(256)) * (SIZE // 256))
+    path.write_bytes(CONTENTS)
     return path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    path = tmp_path / "copy"
+    path.write_bytes(CONTENTS * 2)
+    return path
+
+
+def mapped(*files: Path) -> Iterator[tuple[mmap.mmap, MappedPages]]:
+    """Mappings of files that were read, and their pages."""
+    for file in files:
+        with pages_dropped([file]) as found, file.open("rb") as handle:
+            mapping = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        assert mapping[:SIZE] == CONTENTS
+        yield mapping, found[0]
+
+
+def resident(file: Path) -> int:
+    """Resident bytes of the mappings of a file."""
+    maps = Path("/proc/self/smaps").read_text(encoding="utf-8").split(str(file))[1:]
+    return sum(int(each.split("Rss:")[1].split()[0]) << 10 for each in maps)
+
+
 def test_dropped_pages_are_read_from_the_file_again(file: Path) -> None:
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-        before = mapping[:]
-        assert drop_file_pages(file) >= SIZE
-        assert drop_file_pages(file) < SIZE
-        assert mapping[:] == before
-    assert drop_file_pages(file.with_name("other")) == 0
+    with pages_dropped([file, file.with_name("other")]) as found, file.open("rb") as handle:
+        mapping = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        assert mapping[:] == CONTENTS
+    assert found[0].size == SIZE
+    assert resident(file) < SIZE
+    assert mapping[:] == CONTENTS
+    found[0].drop()
+    assert resident(file) < SIZE
+    assert mapping[:] == CONTENTS
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_pages_that_were_written_to_are_kept(file: Path) -> None:
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+    with pages_dropped([file]) as found, file.open("rb") as handle:
+        mapping = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         mapping[5:8] = b"new"
-        assert drop_file_pages(file) == 0
-        assert mapping[5:8] == b"new"
+    found[0].drop()
+    assert found[0].size == 0
+    assert mapping[5:8] == b"new"
+
+
+def test_mappings_of_others_are_kept(file: Path) -> None:
+    with file.open("rb") as handle:
+        before = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+        with pages_dropped([file]) as found:
+            pass
+    assert found[0].size == 0
+    assert before[:] == CONTENTS
+    found[0].drop()
+    assert resident(file) >= SIZE
+
+
+def test_more_than_the_limit_is_dropped_but_for_a_part_of_the_copy_that_is_read(file: Path, copy: Path) -> None:
+    (own, own_pages), (other, copy_pages) = mapped(file, copy)
+    both = MappedPages([*own_pages._ranges, *copy_pages._ranges])
+    limit = PageLimit(SIZE * 2, lambda: (own_pages, both))
+    limit.renew(None, tight=False)
+    assert resident(file) == resident(copy) == 0
+    assert own[:] == CONTENTS
+    limit.enforce()
+    assert resident(file) >= SIZE  # not too much
+    assert other[:] == CONTENTS * 2
+    limit.enforce()
+    assert resident(file) == resident(copy) == 0
+    limit.renew(both, tight=True)
+    assert own[:] == CONTENTS
+    assert other[:] == CONTENTS * 2
+    limit.enforce()
+    assert resident(copy) == 0  # the larger mapping goes first
+    limit.renew(None, tight=False)
+    assert resident(file) == 0
+
+
+def test_a_large_limit_is_kept_in_a_thread(tmp_path: Path) -> None:
+    size = 80 << 20
+    path = tmp_path / "large"
+    with path.open("wb") as handle:
+        handle.truncate(size)
+    ((mapping, pages),) = mapped_zeros(path)
+    limit = PageLimit(64 << 20, lambda: [pages])
+    limit.renew(None, tight=False)
+    assert mapping[:].count(0) == size
+    until = time.monotonic() + 60
+    while resident(path) >= size:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def mapped_zeros(path: Path) -> Iterator[tuple[mmap.mmap, MappedPages]]:
+    """A mapping of a file, and its pages."""
+    with pages_dropped([path]) as found, path.open("rb") as handle:
+        mapping = mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ)
+    yield mapping, found[0]
