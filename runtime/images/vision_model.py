@@ -85,7 +85,7 @@ class VisionModel:
             EdgeError: the graph cannot be loaded, or fails.
         """
         if self._session is None:
-            self._session, _ = load_graph(self._graph, self._config)
+            self._session = load_graph(self._graph, self._config)[0]
         try:
             features: Floats = self._session.run(None, self.processor.inputs(tile))[0]
         except ORT_ERRORS as error:
