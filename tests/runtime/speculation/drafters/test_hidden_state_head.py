@@ -140,7 +140,7 @@ def test_the_int8_prompt_graph_gives_features_too(tmp_path: Path, cache: Path) -
         reply = engine.generate(
             "the other thing " * 60, max_tokens=4, raw=True, speculation=Speculation.of(Source.EAGLE)
         )
-        arena = engine.model.prefixes._kept[-1].arena
+        arena = engine.model.prefixes._kept[-1].arena()
     assert reply.stats.prompt_readers["int8"] > 100
     assert (arena.features.start, arena.features.end >= arena.length) == (0, True)
 
