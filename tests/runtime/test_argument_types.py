@@ -39,7 +39,7 @@ from support import generated_texts
         ({"prefix_cache": -1}, "prefix_cache is -1; it must be a number of bytes, 0 or more"),
         ({"power": "turbo"}, "power is 'turbo'; it must be one of auto, performance, saver"),
         ({"prefill": "fast"}, "prefill is 'fast'; it must be one of auto, plain, int8"),
-        ({"kv": "int4"}, "kv is 'int4'; it must be one of float, int8"),
+        ({"kv": "int2"}, "kv is 'int2'; it must be one of float, int8, int4"),
     ],
 )
 def test_load_refuses_wrong_types(arguments: dict[str, Any], message: str) -> None:
