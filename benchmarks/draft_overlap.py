@@ -88,7 +88,7 @@ class EmulatedTarget(BoundGraph):
     def run(self, new: NewTokens) -> npt.NDArray[np.float32]:
         """Give the recorded next token after every path that is recorded, and token 0 after others."""
         started = time.perf_counter()
-        ids, wanted, positions, tree_mask = np.array(new.ids), *new[1:]
+        ids, wanted, positions, tree_mask = np.array(new.ids), new.wanted, new.positions, new.tree_mask
         base = self.arena.length
         self.arena.reserve(ids.size)
         at = base + np.arange(ids.size) if positions is None else np.asarray(positions)

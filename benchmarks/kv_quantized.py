@@ -86,7 +86,8 @@ def measure(bound: Mapping[str, BoundGraph], contexts: Sequence[int], turns: int
         meter = LoadMeter()
         times = time_passes(bound, turns)
         others = meter.others() or 0.0
-        kl, agrees = ({name: [] for name in _QUANTIZED} for _ in range(2))
+        kl: dict[str, list[float]] = {name: [] for name in _QUANTIZED}
+        agrees: dict[str, list[float]] = {name: [] for name in _QUANTIZED}
         for token in tokens[context : context + _COMPARED]:
             found_log_probs = {}
             for name, each in bound.items():
@@ -104,8 +105,8 @@ def measure(bound: Mapping[str, BoundGraph], contexts: Sequence[int], turns: int
             name: {width: 1e3 * median(seconds) for width, seconds in by_width.items()}
             for name, by_width in times.items()
         }
-        means = [{name: float(np.mean(each)) for name, each in values.items()} for values in (kl, agrees)]
-        found.append(AtContext(context, medians, ratios, *means, others))
+        mean_kl, top1 = ({name: float(np.mean(each)) for name, each in values.items()} for values in (kl, agrees))
+        found.append(AtContext(context, medians, ratios, mean_kl, top1, others))
     return found
 
 

@@ -29,9 +29,8 @@ from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.measure.pass_timing import pad_cache
 from edgerun.runtime.options import Request
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation import drafter_set
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.drafters.sparse_cache import SparseCacheDraft
+from edgerun.runtime.speculation.drafters.sparse_cache import LONG_CONTEXT, SparseCacheDraft
 from edgerun.runtime.speculation.replay import Recording, ReplaySampler
 
 _CLASSES: Final = {0.0: (), 0.7: (0.35, 0.8, 0.97), 0.8: (0.5, 0.9, 0.99), 0.9: (0.75, 0.95, 0.99)}
@@ -128,7 +127,7 @@ def main() -> None:
                         break
                     known = KnownText(text)
                     known.probabilities = () if mode == "without" else _CLASSES[float(mode)]
-                    SparseCacheDraft.logits = lambda model, path, known=known: known.logits(model, path)  # type: ignore[assignment, misc]
+                    SparseCacheDraft.logits = lambda model, path, known=known: known.logits(model, path)  # type: ignore[method-assign, misc]
                     plain, _ = answer_seconds(engine, bound, text, context, "plain")
                     seconds, per_pass = answer_seconds(engine, bound, text, context, mode)
                     SparseCacheDraft.logits = known._logits  # type: ignore[method-assign]
@@ -143,7 +142,7 @@ def main() -> None:
         cells = [f"{figure:.1f}" for figure in figures]
         table.add_row(str(context), mode, *cells, f"{speed:.2f}", " ".join(f"{each:.2f}" for each in speeds))
     Console(width=110).print(table)
-    print(json.dumps({"benchmark": "sparse_replay", "rows": rows, "from": drafter_set.LONG_CONTEXT}))
+    print(json.dumps({"benchmark": "sparse_replay", "rows": rows, "from": LONG_CONTEXT}))
 
 
 if __name__ == "__main__":

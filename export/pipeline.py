@@ -197,8 +197,7 @@ def export_checkpoint(
             static_shapes=recipe.static_shapes(context),
             vision=recipe.vision_format,
         )
-        head: Head | None = None
-        notes: list[str] = []
+        head, notes = None, list[str]()
         if draft is not None and draft.kind is None:
             require_draft(checkpoint.folder, draft)
         elif draft is not None:

@@ -9,7 +9,7 @@ from typing import Final, Unpack
 
 import psutil
 
-from ..errors import EdgeError, InputError
+from ..errors import EdgeError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model, path_of_user
 from ..models.graph_variant import DeviceKind
@@ -62,10 +62,6 @@ def load(
     """
     wanted = (options or LoadOptions()).changed(changes)
     cache, tokenizer, threads = wanted.cache, wanted.tokenizer, usable_threads(wanted.threads)
-    if wanted.lossy_parking and wanted.kv != KVFormat.FLOAT:
-        raise InputError(
-            f"lossy_parking and kv {wanted.kv} are both given", "a quantized cache is kept as it is: leave one out"
-        )
     chosen, mode = choose_device(wanted.device), choose_power(wanted.power)
     if tokenizer is not None:
         tokenizer = path_of_user(tokenizer, "give a tokenizer.json, or a folder with one")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ...errors import InputError
 from ..devices.processor import Power
 from ..kv.cache_scales import KVFormat
 from ..kv.prefix_files import DEFAULT_DISK_BYTES
@@ -151,6 +152,13 @@ class LoadOptions(OptionRecord):
     max_waiting: int = option(
         DEFAULT_MAX_WAITING, "Further requests to a model that may wait; more are refused.", least=0, metavar="N"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lossy_parking and self.kv != KVFormat.FLOAT:
+            raise InputError(
+                f"lossy_parking and kv {self.kv} are both given", "a quantized cache is kept as it is: leave one out"
+            )
 
 
 MEASURING_OPTIONS: Final = LoadOptions(prefill=PrefillMode.PLAIN, prefix_cache=0, prefix_disk=0, learned=False)
