@@ -41,7 +41,9 @@ class VisionFamily:
     mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
     """Modules of the feed-forward; of three, the first gates the second."""
     native: bool = False
-    """Whether images keep about their size, so that patches have rotary positions and come one after another."""
+    """Whether images keep about their size, so that patches come one after another."""
+    rotary: bool = True
+    """Whether patches of images in native resolution have rotary positions."""
     rms_norms: bool = False
     """Whether norms are RMS norms without biases."""
     patches: str = "embeddings.patch_embedding"
@@ -49,6 +51,12 @@ class VisionFamily:
     """Module of the learned position embeddings; None for a tower without."""
     merger: tuple[str, str, str] = ("", "", "")
     """The norm and the two linears of a `PATCH_MERGER`."""
+    merged_norm: bool = False
+    """Whether that norm is over a whole square; some checkpoints lack it then."""
+    last_norm: str | None = None
+    """Norm behind the layers of a tower of native resolution."""
+    merge_size: str = "spatial_merge_size"
+    """Setting with the patches of a side of the square that becomes one token."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Names of settings of `vision_config` that differ from SigLIP's."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -130,3 +138,17 @@ QWEN3_VL: Final = VisionFamily(
     },
 )
 """Qwen3-VL: learned positions too, and features of several layers, which layers of the language model add."""
+LFM2_VL: Final = VisionFamily(
+    towers=("model.vision_tower.vision_model", "model.vision_tower"),
+    projectors=("model.multi_modal_projector",),
+    projector=Projector.PATCH_MERGER,
+    native=True,
+    rotary=False,
+    merger=("layer_norm", "linear_1", "linear_2"),
+    merged_norm=True,
+    last_norm="post_layernorm",
+    merge_size="downsample_factor",
+    settings={"num_position_embeddings": "num_patches"},
+    defaults={"num_patches": 256, "temporal_patch_size": 1},
+)
+"""LFM2-VL: SigLIP 2 with learned positions that are resized."""

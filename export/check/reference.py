@@ -49,7 +49,13 @@ TokenArray = npt.NDArray[np.int64]
 
 _GEMMA = ("gemma2", "gemma3_text")
 _GRANITE = ("granite", "granitemoehybrid")
-_LANGUAGE_MODELS: Final = {"idefics3": "llama", "smolvlm": "llama", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+_LANGUAGE_MODELS: Final = {
+    "idefics3": "llama",
+    "lfm2_vl": "lfm2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "smolvlm": "llama",
+}
 """What the language models of families that see compute as."""
 _IN_BLOCKS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
 """Families with block diffusion, and those that they compute like under the same mask."""

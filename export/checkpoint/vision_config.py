@@ -43,6 +43,10 @@ class VisionConfig:
     """The `approximate` of ONNX's Gelu, or silu."""
     merged: int
     """Patches of a side of the square that becomes one token of the language model."""
+    merged_size: int
+    """Channels between the two linears of a `PATCH_MERGER`."""
+    has_merger_norm: bool
+    """Whether a `PATCH_MERGER` has its norm."""
     output_size: int
     """Channels of a token of the language model."""
     frames: int
@@ -82,12 +86,13 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
     side = count(settings, "image_size") // count(settings, "patch_size")
     if (learned := settings.get("num_position_embeddings")) is not None:
         side = int(learned**0.5)
+    merged, hidden_size = _merged(config, settings, family, side), count(settings, "hidden_size")
     return VisionConfig(
         family=family,
         source=files,
         tower=tower,
         projector=projector,
-        hidden_size=count(settings, "hidden_size"),
+        hidden_size=hidden_size,
         intermediate_size=count(settings, "intermediate_size"),
         layers=count(settings, "num_hidden_layers", maximum=1000),
         heads=count(settings, "num_attention_heads"),
@@ -95,7 +100,9 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         side=side,
         epsilon=number(settings, "layer_norm_eps"),
         activation=_ACTIVATIONS[activation],
-        merged=_merged(config, settings, family, side),
+        merged=merged,
+        merged_size=count(config, "projector_hidden_size", default=merged**2 * hidden_size),
+        has_merger_norm=files.has_any(f"{projector}.{family.merger[0]}."),
         output_size=decoder.hidden_size,
         frames=count(settings, "temporal_patch_size", default=2),
         full_layers=None if settings.get("window_size") is None else _layers(settings, "fullatt_block_indexes"),
@@ -115,7 +122,7 @@ def _merged(config: Mapping[str, Any], settings: Mapping[str, Any], family: Visi
     """Patches of a side of the square that becomes one token."""
     match family.projector:
         case Projector.PATCH_MERGER:
-            return count(settings, "spatial_merge_size", default=2)
+            return count({**config, **settings}, family.merge_size, default=2)
         case Projector.PIXEL_SHUFFLE:
             merged = count(config, "scale_factor", default=2)
         case Projector.AVERAGE_POOL:

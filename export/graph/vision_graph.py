@@ -208,25 +208,31 @@ class _NativeTower(_Tower):
     def append(self) -> None:
         """Append everything between patches and features."""
         nodes, vision = self._nodes, self._vision
-        self._append_rotation()
+        if vision.family.rotary:
+            self._append_rotation()
         states, features = self._patches(), []
         for index in range(vision.layers):
             states = self._layer(index, states)
             if index in vision.deepstack:
                 number = vision.deepstack.index(index)
                 features.append(
-                    self._merged(f"{vision.tower}.deepstack_merger_list.{number}", states, normed_last=True)
+                    self._merged(f"{vision.tower}.deepstack_merger_list.{number}", states, merged_norm=True)
                 )
-        merged = self._merged(vision.projector, states)
+        if vision.family.last_norm is not None:
+            states = self._norm(f"{vision.tower}.{vision.family.last_norm}", states, "normed")
+        merged = self._merged(vision.projector, states, merged_norm=vision.family.merged_norm)
         nodes.add("Concat", [merged, *features], FEATURES, axis=0)
 
     def _patches(self) -> str:
         """The embedded patches, [1, P, hidden]."""
         nodes, vision = self._nodes, self._vision
         module, hidden = f"{vision.tower}.{vision.family.patches}", vision.hidden_size
-        shape = (hidden, 3, vision.frames, vision.patch_size, vision.patch_size)
+        side = vision.patch_size
+        # SigLIP 2 has a linear whose inputs are pixels with three channels each.
+        shape = (hidden, 3, vision.frames, side, side) if vision.family.rotary else (hidden, side * side * 3)
         vision.source.require(f"{module}.weight", shape)
-        kernel = vision.source.read(f"{module}.weight").reshape(hidden, -1)
+        kernel = vision.source.read(f"{module}.weight")
+        kernel = (kernel if vision.family.rotary else kernel.reshape(hidden, -1, 3).swapaxes(1, 2)).reshape(hidden, -1)
         matrix = nodes.constant(f"{module}.weight", np.ascontiguousarray(kernel.T))
         embedded = nodes.add("MatMul", [PIXELS, matrix], "patches")
         if vision.family.positions is not None:
@@ -265,6 +271,8 @@ class _NativeTower(_Tower):
     def _attend(self, index: int, parts: list[str], name: str) -> str:
         """Append rotation and attention, within windows in some layers."""
         nodes, vision = self._nodes, self._vision
+        if not vision.family.rotary:
+            return super()._attend(index, parts, name)
         rotated = [
             nodes.add(
                 "RotaryEmbedding",
@@ -299,18 +307,18 @@ class _NativeTower(_Tower):
         none = nodes.add("Mul", [queries, nodes.scalar("seen", 0.0)], "windows.zeros")
         return nodes.add("Add", [keys, none], name)
 
-    def _merged(self, module: str, states: str, *, normed_last: bool = False) -> str:
+    def _merged(self, module: str, states: str, *, merged_norm: bool) -> str:
         """The squares of patches as tokens, [1, N, output], normed patch by patch or together."""
         nodes, vision, (norm, *linears) = self._nodes, self._vision, self._vision.family.merger
-        width = vision.merged**2 * vision.hidden_size
-        if not normed_last:
+        width, inner_size = vision.merged**2 * vision.hidden_size, vision.merged_size
+        if not merged_norm:
             states = self._norm(f"{module}.{norm}", states, f"{module}.normed")
         tokens = nodes.add("Reshape", [states, nodes.integers("tokens.shape", 1, -1, width)], f"{module}.tokens")
-        if normed_last:
+        if merged_norm and vision.has_merger_norm:
             tokens = self._norm(f"{module}.{norm}", tokens, f"{module}.normed", width)
-        inner = self._linear(f"{module}.first", module, (linears[0],), (width,), width, tokens)
+        inner = self._linear(f"{module}.first", module, (linears[0],), (inner_size,), width, tokens)
         inner = nodes.add("Gelu", [inner], f"{module}.gelu")
-        return self._linear(f"{module}.second", module, (linears[1],), (vision.output_size,), width, inner)
+        return self._linear(f"{module}.second", module, (linears[1],), (vision.output_size,), inner_size, inner)
 
 
 def _idefics3_positions(side: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

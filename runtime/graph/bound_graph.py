@@ -18,6 +18,8 @@ import numpy.typing as npt
 from ..kv.arena import KVArena
 from .graph_io import BASE_GRAPH, Floats, GraphIO
 
+_REPLAY_WIDTH: Final = 128
+"""Number of tokens that run again in a pass where a text has images."""
 _FIRST_INDICES: Final = np.arange(32)
 """Indices of the tokens of passes up to that width."""
 _FIRST_INDICES.flags.writeable = False
@@ -178,7 +180,23 @@ class BoundGraph(Protocol):
         every = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
         wanted = every if logits_for is None else np.asarray(logits_for, np.int64)
         new = NewTokens(ids, wanted, positions, tree_mask)
-        return self.run(new if self.images is None else self.images.placed(new, self.arena.length))
+        if self.images is None:
+            return self.run(new)
+        if replayed := self.arena.replay_at(self.arena.length):
+            self._replay(replayed)
+        return self.run(self.images.placed(new, self.arena.length))
+
+    def _replay(self, count: int) -> None:
+        """Run the last committed tokens again, from where states are known, with the images among them."""
+        arena, states = self.arena, self.arena.states
+        assert states is not None and self.images is not None  # noqa: S101, PT018  no others are run again
+        ids, arena.replayed = states.token_ids[-count:], arena.replayed + count
+        arena.rewind_to(arena.length - count)
+        while ids:
+            width = self.images.pass_width(arena.length, _REPLAY_WIDTH)
+            self.forward(ids[:width], logits_for=(0,))
+            arena.commit(len(ids[:width]))
+            del ids[:width]
 
     @abstractmethod
     def run(self, new: NewTokens) -> Floats:

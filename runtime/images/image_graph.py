@@ -22,7 +22,7 @@ from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
-from .image_processors import ImageProcessor
+from .image_processor import ImageProcessor
 
 FEATURES: Final = "image_features"
 ROWS: Final = "image_rows"

@@ -7,133 +7,19 @@ use Pillow. Every processor resizes 8-bit pixels.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
-from ...models.json_file import is_finite, is_whole, shown
+from ...models.json_file import is_whole, shown
+from .image_processor import Floats, ImageProcessor, ProcessedImage
 
 if TYPE_CHECKING:  # Pillow is an extra
     from PIL.Image import Image
-
-Floats = npt.NDArray[np.float32]
-_PIXEL_LIMIT: Final = 4096
-"""Largest side of an image in Idefics3."""
-
-
-@dataclass(frozen=True)
-class ProcessedImage:
-    """An image as its family's tower and chat template take it."""
-
-    text: str
-    """What stands for it in a prompt, with an image token for each feature."""
-    tiles: Sequence[npt.NDArray[np.uint8]]
-    """Inputs of the tower, `[height, width, 3]` each, which give `tokens` features each in their order."""
-    tokens: int
-    grid: tuple[int, int] | None = None
-    """Rows and columns of its tokens, for a model whose positions have three axes."""
-
-
-class ImageProcessor(ABC):
-    """The image processor of a family.
-
-    Attributes:
-        placeholder: what the chat template writes for an image.
-        slot: how the text of an image writes the token of each feature.
-        resample: Pillow's filter where no setting says it: LANCZOS, BILINEAR or BICUBIC.
-        bidirectional: whether the tokens of an image attend to each other, and not only to earlier ones.
-    """
-
-    placeholder: ClassVar[str]
-    slot: ClassVar[str]
-    resample: ClassVar[int] = 2
-    bidirectional: ClassVar[bool] = False
-
-    def __init__(self, bundle: Bundle) -> None:
-        """Read the settings of a model.
-
-        Raises:
-            BundleError: they are missing or malformed.
-        """
-        self.config: Final = bundle.json_file("config.json")
-        processor = bundle.json_file("processor_config.json")
-        nested = processor.get("image_processor")
-        images = bundle.json_file("preprocessor_config.json") or (nested if isinstance(nested, dict) else {})
-        self.settings: Final[Mapping[str, Any]] = {**processor, **images}
-        self._where: Final = str(bundle.folder / "preprocessor_config.json")
-        self._factor: Final = self.number("rescale_factor", 1 / 255)
-        self._mean, self._std = (self._channels(name) for name in ("image_mean", "image_std"))
-
-    @abstractmethod
-    def process(self, image: Image) -> ProcessedImage:
-        """Resize an image, and cut it into tiles."""
-
-    @property
-    def layers(self) -> int:
-        """Number of first layers of the language model that add features of images to their outputs."""
-        return 0
-
-    @property
-    def axes(self) -> npt.NDArray[np.int64] | None:
-        """Which of the positions in time, rows and columns rotates each channel pair of a head; None for a model whose
-        tokens have one position."""
-        return None
-
-    def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """The inputs of the tower for a tile."""
-        return {"pixel_values": self.pixel_values(tile)}
-
-    def pixel_values(self, tile: npt.NDArray[np.uint8]) -> Floats:
-        """A tile with rescaled and normalized pixels, float32 `[1, 3, height, width]`."""
-        values = tile.astype(np.float32) * np.float32(self._factor)
-        return np.ascontiguousarray(((values - self._mean) / self._std).transpose(2, 0, 1)[None])
-
-    def resized(self, image: Image, height: int, width: int) -> Image:
-        """The image in another size, by the filter of the settings."""
-        from PIL.Image import Resampling  # noqa: PLC0415 -- an extra
-
-        return image.resize((width, height), Resampling(self.whole("resample", self.resample, least=0)))
-
-    def whole(self, name: str, default: int, least: int = 1) -> int:
-        """A setting that is a whole number.
-
-        Raises:
-            BundleError: it is not.
-        """
-        value = self.settings.get(name, default)
-        if not is_whole(value, least):
-            raise self._malformed(name, value)
-        return int(value)
-
-    def number(self, name: str, default: float) -> float:
-        """A setting that is a positive number; errors as for `whole`."""
-        value = self.settings.get(name, default)
-        if not is_finite(value) or value <= 0:
-            raise self._malformed(name, value)
-        return float(value)
-
-    def side(self, name: str, key: str) -> int:
-        """A number of pixels in a setting that is an object; errors as for `whole`."""
-        value = self.settings.get(name)
-        found: Any = value.get(key) if isinstance(value, Mapping) else value
-        if not is_whole(found, 1) or found > _PIXEL_LIMIT:
-            raise self._malformed(name, value)
-        return int(found)
-
-    def _channels(self, name: str) -> Floats:
-        value = self.settings.get(name, [0.5, 0.5, 0.5])
-        if not isinstance(value, list) or len(value) != 3 or not all(map(is_finite, value)):
-            raise self._malformed(name, value)
-        return np.array(value, np.float32)
-
-    def _malformed(self, name: str, value: object) -> BundleError:
-        return BundleError(f"{self._where}: {name} is {shown(value)}", "export the model again")
 
 
 class Idefics3Processor(ImageProcessor):
@@ -164,7 +50,8 @@ class Idefics3Processor(ImageProcessor):
             for row in range(1, rows + 1)
         ]
         split = "".join(lines) + "\n" if lines else ""
-        return ProcessedImage(f"{split}{around}<global-img>{own}{around}", [np.asarray(each) for each in tiles], tokens)
+        text = f"{split}{around}<global-img>{own}{around}"
+        return ProcessedImage(text, [np.asarray(each) for each in tiles], [tokens] * len(tiles))
 
 
 class Gemma3Processor(ImageProcessor):
@@ -177,11 +64,47 @@ class Gemma3Processor(ImageProcessor):
         tokens = self.whole("image_seq_length", 256)
         square = self.resized(image, self.side("size", "height"), self.side("size", "width"))
         text = f"\n\n{self.placeholder}{self.slot * tokens}<end_of_image>\n\n"
-        return ProcessedImage(text, [np.asarray(square)], tokens)
+        return ProcessedImage(text, [np.asarray(square)], [tokens])
 
 
-class QwenProcessor(ImageProcessor):
-    """Qwen2.5-VL and Qwen3-VL: the whole image in about its own size, in patches that come square by square."""
+class NativeProcessor(ImageProcessor):
+    """Towers of native resolution, which take flat patches that come square by square as they are merged."""
+
+    frames: int = 1
+    """Number of times that a patch has the pixels of an image."""
+
+    @property
+    def patch(self) -> int:
+        """Pixels of a side of a patch."""
+        return self.whole("patch_size", 14)
+
+    @property
+    def merge(self) -> int:
+        """Patches of a side of the square that becomes a token."""
+        return self.whole("merge_size", 2)
+
+    def squares(self, image: Image) -> tuple[int, int]:
+        """Rows and columns of the tokens of an image."""
+        step = self.patch * self.merge
+        return image.height // step, image.width // step
+
+    def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Flat patches with their places."""
+        patch, merge = self.patch, self.merge
+        channels, height, width = (pixels := self.pixel_values(tile)[0]).shape
+        rows, columns = height // patch, width // patch
+        apart = pixels.reshape(channels, rows // merge, merge, patch, columns // merge, merge, patch)
+        apart = apart.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, channels, 1, patch * patch)
+        places = np.moveaxis(np.indices((rows, columns), np.int64), 0, -1)
+        places = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2).reshape(-1, 2)
+        return {
+            "pixel_values": apart.repeat(self.frames, axis=2).reshape(rows * columns, -1),
+            "patch_positions": places,
+        }
+
+
+class QwenProcessor(NativeProcessor):
+    """Qwen2.5-VL and Qwen3-VL: the whole image in about its own size."""
 
     placeholder = slot = "<|image_pad|>"
     resample = 3
@@ -195,10 +118,10 @@ class QwenProcessor(ImageProcessor):
         rotary = text.get("rope_parameters") or text.get("rope_scaling")
         section = rotary.get("mrope_section") if isinstance(rotary, dict) else None
         if not isinstance(section, list) or len(section) != 3 or not all(is_whole(each, 0) for each in section):
-            raise self._malformed("mrope_section", section)
+            raise self.malformed("mrope_section", section)
         self._section: Final = section
         self._interleaved: Final = self.config.get("model_type") != "qwen2_5_vl"
-        self._patch, self._merge = self.whole("patch_size", 14), self.whole("merge_size", 2)
+        self.frames = self.whole("temporal_patch_size", 2)
 
     @property
     def layers(self) -> int:
@@ -218,50 +141,96 @@ class QwenProcessor(ImageProcessor):
 
     def process(self, image: Image) -> ProcessedImage:
         """Resize an image to whole squares of patches, within the limits of its pixels."""
-        size, step = self.settings.get("size"), self._patch * self._merge
+        size = self.settings.get("size")
         edges = size if isinstance(size, Mapping) else {}
-        limits = [
+        least, most = (
             self.whole(name, edges.get(edge) or default)
             for name, edge, default in (
                 ("min_pixels", "shortest_edge", 56 * 56),
                 ("max_pixels", "longest_edge", 28 * 28 * 1280),
             )
-        ]
-        image = self.resized(image, *_in_squares(image.height, image.width, step, *limits))
-        rows, columns = image.height // step, image.width // step
-        return ProcessedImage(self.slot * (rows * columns), [np.asarray(image)], rows * columns, (rows, columns))
+        )
+        sides = _in_squares(image.height, image.width, self.patch * self.merge, least, most, smallest=0)
+        image = self.resized(image, *sides)
+        rows, columns = self.squares(image)
+        return ProcessedImage(self.slot * (rows * columns), [np.asarray(image)], [rows * columns], (rows, columns))
 
     def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """Flat patches with their places, windows of patches, and shares of learned positions, as towers have them."""
-        patch, merge = self._patch, self._merge
-        channels, height, width = (pixels := self.pixel_values(tile)[0]).shape
-        rows, columns = height // patch, width // patch
-        apart = pixels.reshape(channels, rows // merge, merge, patch, columns // merge, merge, patch)
-        apart = apart.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, channels, 1, patch * patch)
-        frames = self.whole("temporal_patch_size", 2)
-        places = np.moveaxis(np.indices((rows, columns), np.int64), 0, -1)
-        places = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2).reshape(-1, 2)
-        inputs: dict[str, npt.NDArray[Any]] = {
-            "pixel_values": apart.repeat(frames, axis=2).reshape(rows * columns, -1),
-            "patch_positions": places,
-        }
+        """Flat patches with their places, and windows or shares of learned positions, as towers have them."""
+        inputs, patch = super().inputs(tile), self.patch
         if (window := self._vision.get("window_size", 112)) and not self._interleaved:
-            inputs |= _windows(places, window // patch // merge * merge)
+            inputs |= _windows(inputs["patch_positions"], window // patch // self.merge * self.merge)
         if self._interleaved:
             side = int(self._vision.get("num_position_embeddings", 2304) ** 0.5)
-            inputs |= {"row_weights": _shares(rows, side), "column_weights": _shares(columns, side)}
+            places = [np.linspace(0, side - 1, each // patch) for each in tile.shape[:2]]
+            inputs |= _position_shares(places, side)
         return inputs
 
 
-def _in_squares(height: int, width: int, step: int, least: int, most: int) -> tuple[int, int]:
-    """Height and width in whole squares of `step` pixels, with `least` to `most` pixels in all.
+class Lfm2Processor(NativeProcessor):
+    """LFM2-VL: the whole image in about its own size, or square tiles and the whole image once more behind them."""
+
+    placeholder = slot = "<image>"
+
+    @property
+    def patch(self) -> int:
+        """Pixels of a side of a patch."""
+        return self.whole("encoder_patch_size", 16)
+
+    @property
+    def merge(self) -> int:
+        """Patches of a side of the square that becomes a token."""
+        return self.whole("downsample_factor", 2)
+
+    def process(self, image: Image) -> ProcessedImage:
+        """Resize an image to whole squares of patches, and cut one that is too large into tiles."""
+        step, most_tiles = self.patch * self.merge, self.whole("max_tiles", 10)
+        least, most = (
+            self.whole(name, default) * step**2
+            for name, default in (("min_image_tokens", 64), ("max_image_tokens", 256))
+        )
+        whole = self.resized(image, *_in_squares(image.height, image.width, step, least, most, smallest=step))
+        about = math.prod(max(self.patch, round(each / step) * step) for each in image.size)
+        is_large = about > most * self.number("max_pixels_tolerance", 2.0)
+        if not is_large or most_tiles == 1 or not self.settings.get("do_image_splitting", True):
+            return self._processed([whole])
+        side = self.whole("tile_size", 512)
+        columns, rows = _grid(image.width, image.height, side, self.whole("min_tiles", 2), most_tiles)
+        image = self.resized(image, rows * side, columns * side)
+        places = [(column * side, row * side) for row in range(rows) for column in range(columns)]
+        tiles = [image.crop((left, top, left + side, top + side)) for left, top in places]
+        names = [f"<|img_row_{top // side + 1}_col_{left // side + 1}|>" for left, top in places]
+        if len(tiles) > 1 and self.settings.get("use_thumbnail", True):
+            tiles, names = [*tiles, whole], [*names, "<|img_thumbnail|>"]
+        return self._processed(tiles, names)
+
+    def _processed(self, tiles: Sequence[Image], names: Sequence[str] = ("",)) -> ProcessedImage:
+        counts = [math.prod(self.squares(each)) for each in tiles]
+        marked = self.settings.get("use_image_special_tokens", True)
+        text = "".join(
+            f"{name if marked else ''}{self.slot * count}" for name, count in zip(names, counts, strict=True)
+        )
+        text = f"<|image_start|>{text}<|image_end|>" if marked else text
+        return ProcessedImage(text, [np.asarray(each) for each in tiles], counts)
+
+    def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
+        """Flat patches with their places, and shares of learned positions."""
+        vision = self.config.get("vision_config")
+        side = int((vision.get("num_patches", 256) if isinstance(vision, dict) else 256) ** 0.5)
+        counts = [each // self.patch for each in tile.shape[:2]]
+        places = [(np.arange(count) + 0.5) * side / count - 0.5 for count in counts]
+        return super().inputs(tile) | _position_shares(places, side, [max(1, side / count) for count in counts])
+
+
+def _in_squares(height: int, width: int, step: int, least: int, most: int, *, smallest: int) -> tuple[int, int]:
+    """Height and width in whole squares of `step` pixels, at first `smallest` or more, `least` to `most` pixels in all.
 
     Raises:
         InputError: one side is over 200 times as long as the other.
     """
     if max(height, width) > 200 * min(height, width):
         raise InputError(f"an image has {width} x {height} pixels", "one side may be 200 times as long as the other")
-    sides = [round(each / step) * step for each in (height, width)]
+    sides = [max(smallest, round(each / step) * step) for each in (height, width)]
     if sides[0] * sides[1] > most:
         factor = math.sqrt(height * width / most)
         sides = [max(step, math.floor(each / factor / step) * step) for each in (height, width)]
@@ -285,11 +254,30 @@ def _windows(places: npt.NDArray[np.int64], side: int) -> dict[str, npt.NDArray[
     return {"windows": windows, "window_slots": slots}
 
 
-def _shares(count: int, side: int) -> Floats:
-    """The shares of `side` learned positions in `count` positions between the first and the last of them, linear."""
-    places = np.linspace(0, side - 1, count)
-    shares: Floats = np.maximum(0, 1 - np.abs(places[:, None] - np.arange(side))).astype(np.float32)
-    return shares
+def _position_shares(
+    places: Sequence[npt.NDArray[Any]], side: int, supports: Sequence[float] = (1, 1)
+) -> dict[str, Floats]:
+    """The shares of `side` learned positions in those at `places` along rows and columns, linear within a support."""
+    found = {}
+    for name, centers, support in zip(("row_weights", "column_weights"), places, supports, strict=True):
+        shares = np.maximum(0, 1 - np.abs(centers[:, None] - np.arange(side)) / support)
+        found[name] = (shares / shares.sum(axis=1, keepdims=True)).astype(np.float32)
+    return found
+
+
+def _grid(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Columns and rows of the tiles of an image, `least` to `most` of them, in about its ratio.
+
+    Among equal ratios the largest grid wins of which the image fills half.
+    """
+    found, difference = (1, 1), math.inf
+    sizes = range(1, most + 1)
+    grids = [(columns, rows) for columns in sizes for rows in sizes if least <= columns * rows <= most]
+    for columns, rows in sorted(grids, key=math.prod):
+        distance = abs(width / height - columns / rows)
+        if distance < difference or (distance == difference and 2 * width * height > side**2 * columns * rows):
+            found, difference = (columns, rows), distance
+    return found
 
 
 def _by_longest_edge(height: int, width: int, longest: int) -> tuple[int, int]:
@@ -319,6 +307,7 @@ def _in_tiles(height: int, width: int, tile: int) -> tuple[int, int]:
 PROCESSORS: Final[Mapping[str, type[ImageProcessor]]] = {
     "gemma3": Gemma3Processor,
     "idefics3": Idefics3Processor,
+    "lfm2_vl": Lfm2Processor,
     "qwen2_5_vl": QwenProcessor,
     "qwen3_vl": QwenProcessor,
     "smolvlm": Idefics3Processor,

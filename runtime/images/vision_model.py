@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import replace
 from threading import Lock
@@ -18,7 +19,8 @@ from ...models.json_file import is_whole
 from ..graph.ort import ORT_ERRORS, run_failure
 from ..graph.session import SessionConfig, load_graph
 from .decoding import decode_image
-from .image_processors import Floats, ProcessedImage, processor_of
+from .image_processor import Floats, ProcessedImage
+from .image_processors import processor_of
 
 KEPT_BYTES: Final = 256 << 20
 """Most bytes of images and features that are kept, besides those of the latest image."""
@@ -122,12 +124,12 @@ class SeenImage:
 
     def __init__(self, model: VisionModel, digest: bytes, image: ProcessedImage) -> None:
         self.text: Final = image.text
-        self.tokens: Final = image.tokens * len(image.tiles)
+        self.tokens: Final = sum(image.tokens)
         self.grid: Final = image.grid
         first = int.from_bytes(digest[:8]) >> 2  # 62 bits, so that the sums below stay in 64
         self.keys: Final[npt.NDArray[np.int64]] = -1 - (first + np.arange(self.tokens, dtype=np.int64))
         self._model: Final = model
-        self._tokens: Final = image.tokens
+        self._ends: Final = np.cumsum(image.tokens).tolist()
         self._tiles: Final[list[npt.NDArray[np.uint8] | None]] = list(image.tiles)
         """The tiles whose features are not known yet."""
         self._features: Final[dict[int, Floats]] = {}
@@ -145,10 +147,11 @@ class SeenImage:
         Raises:
             EdgeError: the vision tower fails.
         """
-        first, last = start // self._tokens, (stop - 1) // self._tokens
+        first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
         for index in range(first, last + 1):
             if (tile := self._tiles[index]) is not None:
                 self._features[index] = self._model.features(tile)
                 self._tiles[index] = None
         joined = np.concatenate([self._features[index] for index in range(first, last + 1)], axis=1)
-        return joined[:, start - first * self._tokens : stop - first * self._tokens]
+        before = self._ends[first - 1] if first else 0
+        return joined[:, start - before : stop - before]

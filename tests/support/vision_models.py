@@ -15,13 +15,15 @@ from tokenizers import AddedToken
 from support.tiny_models import CHAT_TEMPLATE, tiny_config, tiny_tokenizer, tiny_weights, write_checkpoint, write_json
 from support.tiny_models import write_weights as write_tensors
 
-VOCAB: Final = 343
+VOCAB: Final = 362
 """Tokens of the models, the last ones of which are `IMAGE_TOKENS`."""
 IMAGE_TOKENS: Final = (
     *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    *("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+    *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
 )
 _PARTS: Final = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
@@ -94,7 +96,7 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
             "hidden_act": "silu",
             "out_hidden_size": 64,
         },
-        "config": {"vision_start_token_id": VOCAB - 3, "vision_end_token_id": VOCAB - 1},
+        "tokens": {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
         "images": _QWEN_IMAGES,
         "processor": {"processor_class": "Qwen2_5_VLProcessor"},
     },
@@ -118,9 +120,30 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
             "deepstack_visual_indexes": [0, 1],
             "out_hidden_size": 64,
         },
-        "config": {"vision_start_token_id": VOCAB - 3, "vision_end_token_id": VOCAB - 1},
+        "tokens": {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
         "images": _QWEN_IMAGES,
         "processor": {"processor_class": "Qwen3VLProcessor"},
+    },
+    "lfm2_vl": {
+        "text": "lfm2",
+        "placeholder": "<image>",
+        "image_token": "<image>",
+        "names": {"model.": "model.language_model."},
+        "tower": "model.vision_tower.vision_model",
+        "vision": {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 25, "vision_use_head": False},
+        "config": {"downsample_factor": 2, "projector_hidden_size": 80},
+        "images": {
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "encoder_patch_size": 4,
+            "downsample_factor": 2,
+            "min_image_tokens": 6,
+            "max_image_tokens": 24,
+            "tile_size": 24,
+            "max_tiles": 4,
+            "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4],
+        },
+        "processor": {"processor_class": "Lfm2VlProcessor"},
     },
 }
 """How each family differs: `names` are prefixes of tensors of the text model, and those that files have instead."""
@@ -147,7 +170,8 @@ def vision_config(family: str) -> dict[str, Any]:
         "tie_word_embeddings": text["tie_word_embeddings"],
         "eos_token_id": 0,
     }
-    return {**config, **settings["config"]}
+    tokens = {name: image_token_id(text) for name, text in settings.get("tokens", {}).items()}
+    return {**config, **tokens, **settings.get("config", {})}
 
 
 def random_image(seed: int = 0, size: tuple[int, int] = (70, 50), kind: str = "PNG") -> bytes:
@@ -204,14 +228,15 @@ def vision_weights(family: str, config: Mapping[str, Any], seed: int) -> dict[st
         if biased:
             tensors[f"{name}.bias"] = random.standard_normal(rows) * 0.3
 
-    def norm(name: str) -> None:
-        tensors[f"{name}.weight"] = 1 + 0.2 * random.standard_normal(hidden)
-        tensors[f"{name}.bias"] = 0.2 * random.standard_normal(hidden)
+    def norm(name: str, width: int = hidden) -> None:
+        tensors[f"{name}.weight"] = 1 + 0.2 * random.standard_normal(width)
+        tensors[f"{name}.bias"] = 0.2 * random.standard_normal(width)
 
-    patches = (vision["image_size"] // patch) ** 2
+    patches = vision.get("num_patches") or (vision["image_size"] // patch) ** 2
     linear(f"{tower}.embeddings.patch_embedding", hidden, 3 * patch * patch)
     kernel = f"{tower}.embeddings.patch_embedding.weight"
-    tensors[kernel] = tensors[kernel].reshape(hidden, 3, patch, patch)
+    if family != "lfm2_vl":
+        tensors[kernel] = tensors[kernel].reshape(hidden, 3, patch, patch)
     tensors[f"{tower}.embeddings.position_embedding.weight"] = random.standard_normal((patches, hidden)) * 0.5
     for layer in range(vision["num_hidden_layers"]):
         name = f"{tower}.encoder.layers.{layer}"
@@ -223,6 +248,10 @@ def vision_weights(family: str, config: Mapping[str, Any], seed: int) -> dict[st
         linear(f"{name}.mlp.fc2", hidden, wide)
     norm(f"{tower}.post_layernorm")
     match family:
+        case "lfm2_vl":
+            norm("model.multi_modal_projector.layer_norm", 4 * hidden)
+            linear("model.multi_modal_projector.linear_1", config["projector_hidden_size"], 4 * hidden)
+            linear("model.multi_modal_projector.linear_2", output, config["projector_hidden_size"])
         case "gemma3":
             projector = "multi_modal_projector"
             tensors[f"{projector}.mm_soft_emb_norm.weight"] = 0.2 * random.standard_normal(hidden)

@@ -17,50 +17,87 @@ Floats = npt.NDArray[np.float64]
 def reference_features(
     family: str, config: Mapping[str, Any], weights: Mapping[str, npt.NDArray[Any]], pixels: npt.NDArray[Any]
 ) -> Floats:
-    """The features float64 `[tokens, hidden]` of one square image `[3, side, side]`."""
+    """The features float64 `[tokens, hidden]` of one square image `[3, side, side]`, or of any image for LFM2-VL."""
     vision, tower = config["vision_config"], FAMILIES[family]["tower"]
-    patch, epsilon = vision["patch_size"], 1e-6
-    side = vision["image_size"] // patch
-
-    def linear(name: str, value: Floats) -> Floats:
-        product: Floats = value @ weights[f"{name}.weight"].astype(np.float64).T
-        return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
-
-    def norm(name: str, value: Floats) -> Floats:
-        centred = value - value.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt(centred.var(-1, keepdims=True) + epsilon)
-        return np.asarray(scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"], np.float64)
-
-    cut = pixels.astype(np.float64).reshape(3, side, patch, side, patch).transpose(1, 3, 0, 2, 4)
+    patch = vision["patch_size"]
+    rows, columns = pixels.shape[1] // patch, pixels.shape[2] // patch
+    cut = pixels.astype(np.float64).reshape(3, rows, patch, columns, patch).transpose(1, 3, 0, 2, 4)
+    if family == "lfm2_vl":
+        cut = cut.transpose(0, 1, 3, 4, 2)
     kernel = weights[f"{tower}.embeddings.patch_embedding.weight"].reshape(vision["hidden_size"], -1)
-    states = cut.reshape(side * side, -1) @ kernel.T + weights[f"{tower}.embeddings.patch_embedding.bias"]
-    states = states + weights[f"{tower}.embeddings.position_embedding.weight"]
-    for layer in range(vision["num_hidden_layers"]):
+    states = cut.reshape(rows * columns, -1) @ kernel.T + weights[f"{tower}.embeddings.patch_embedding.bias"]
+    table = weights[f"{tower}.embeddings.position_embedding.weight"].astype(np.float64)
+    states = states + (_resized_positions(table, rows, columns) if family == "lfm2_vl" else table)
+    states = _siglip(weights, tower, vision["num_hidden_layers"], vision["num_attention_heads"], states)
+    match family:
+        case "gemma3":
+            return _gemma3(config, weights, states, rows)
+        case "lfm2_vl":
+            module, scale = "model.multi_modal_projector", config["downsample_factor"]
+            merged = _norm(weights, f"{module}.layer_norm", _squares(states, rows, columns, scale))
+            inner = _linear(weights, f"{module}.linear_1", merged)
+            error = np.vectorize(math.erf)(inner / math.sqrt(2))
+            return _linear(weights, f"{module}.linear_2", 0.5 * inner * (1 + error))
+    tokens = _squares(states, rows, columns, config["scale_factor"])
+    return _linear(weights, "model.connector.modality_projection.proj", tokens)
+
+
+def _linear(weights: Mapping[str, npt.NDArray[Any]], name: str, value: Floats) -> Floats:
+    product: Floats = value @ weights[f"{name}.weight"].astype(np.float64).T
+    return product + weights[f"{name}.bias"] if f"{name}.bias" in weights else product
+
+
+def _norm(weights: Mapping[str, npt.NDArray[Any]], name: str, value: Floats) -> Floats:
+    centred = value - value.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt(centred.var(-1, keepdims=True) + (1e-6 if "vision" in name else 1e-5))
+    return np.asarray(scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"], np.float64)
+
+
+def _siglip(weights: Mapping[str, npt.NDArray[Any]], tower: str, layers: int, heads: int, states: Floats) -> Floats:
+    """The states of the patches after all layers and the last norm."""
+    for layer in range(layers):
         name = f"{tower}.encoder.layers.{layer}"
-        normed = norm(f"{name}.layer_norm1", states)
-        heads = vision["num_attention_heads"]
+        normed = _norm(weights, f"{name}.layer_norm1", states)
         query, key, value = (
-            linear(f"{name}.self_attn.{part}_proj", normed).reshape(side * side, heads, -1).transpose(1, 0, 2)
+            _linear(weights, f"{name}.self_attn.{part}_proj", normed).reshape(len(states), heads, -1).transpose(1, 0, 2)
             for part in ("q", "k", "v")
         )
         scores = query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1])
         shares = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = (shares / shares.sum(-1, keepdims=True) @ value).transpose(1, 0, 2).reshape(side * side, -1)
-        states = states + linear(f"{name}.self_attn.out_proj", mixed)
-        inner = linear(f"{name}.mlp.fc1", norm(f"{name}.layer_norm2", states))
+        mixed = (shares / shares.sum(-1, keepdims=True) @ value).transpose(1, 0, 2).reshape(len(states), -1)
+        states = states + _linear(weights, f"{name}.self_attn.out_proj", mixed)
+        inner = _linear(weights, f"{name}.mlp.fc1", _norm(weights, f"{name}.layer_norm2", states))
         gelu = 0.5 * inner * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-        states = states + linear(f"{name}.mlp.fc2", gelu)
-    states = norm(f"{tower}.post_layernorm", states)
-    if family == "gemma3":
-        return _gemma3(config, weights, states, side)
-    scale = config["scale_factor"]
+        states = states + _linear(weights, f"{name}.mlp.fc2", gelu)
+    return _norm(weights, f"{tower}.post_layernorm", states)
+
+
+def _squares(states: Floats, rows: int, columns: int, scale: int) -> Floats:
+    """The channels of squares of patches side by side."""
     tokens = [
-        np.concatenate([states[(row * scale + down) * side + column * scale + right] for down in range(scale)
+        np.concatenate([states[(row * scale + down) * columns + column * scale + right] for down in range(scale)
                         for right in range(scale)])
-        for row in range(side // scale)
-        for column in range(side // scale)
+        for row in range(rows // scale)
+        for column in range(columns // scale)
     ]  # fmt: skip
-    return linear("model.connector.modality_projection.proj", np.stack(tokens))
+    return np.stack(tokens)
+
+
+def _resized_positions(table: Floats, rows: int, columns: int) -> Floats:
+    """Position embeddings of a square in another size, as `torch.nn.functional.interpolate` with antialias."""
+    side = math.isqrt(len(table))
+
+    def shares(count: int) -> Floats:
+        scale, found = side / count, np.zeros((count, side))
+        for place in range(count):
+            center = (place + 0.5) * scale
+            for source in range(side):
+                found[place, source] = max(0, 1 - abs(source + 0.5 - center) / max(scale, 1))
+            found[place] /= found[place].sum()
+        return found
+
+    resized = np.einsum("ry,cx,yxh->rch", shares(rows), shares(columns), table.reshape(side, side, -1))
+    return np.asarray(resized.reshape(rows * columns, -1), np.float64)
 
 
 def _gemma3(config: Mapping[str, Any], weights: Mapping[str, npt.NDArray[Any]], states: Floats, side: int) -> Floats:

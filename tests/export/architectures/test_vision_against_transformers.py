@@ -1,6 +1,7 @@
 """Models that see against transformers itself, where it is installed with Pillow (the oracle extra).
 
-Pixel values, features, logits and greedy tokens. torchvision is not needed: processors are those that use Pillow.
+Pixel values, features, logits and greedy tokens. Processors are those that use Pillow; LFM2-VL has none, so its one is
+torchvision's with images resized by Pillow.
 """
 
 from __future__ import annotations
@@ -34,11 +35,25 @@ TYPES_OF_TOKENS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"
 """Inputs of transformers that say which tokens are an image's."""
 
 
-def processor_of(folder: Path, family: str) -> Any:
-    """The image processor of transformers that uses Pillow."""
+def processor_of(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The image processor of transformers that resizes by Pillow."""
     name = FAMILIES[family]["images"]["image_processor_type"]
+    if family == "lfm2_vl":
+        pytest.importorskip("torchvision")
+        from transformers.image_processing_backends import TorchvisionBackend
+
+        monkeypatch.setattr(TorchvisionBackend, "resize", resized_by_pillow)
     kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
     return kind.from_pretrained(folder)
+
+
+def resized_by_pillow(self: Any, images: Any, size: Any, **options: Any) -> Any:
+    del self, options
+    resized = [
+        np.array(Image.fromarray(each.permute(1, 2, 0).numpy()).resize((size.width, size.height), Image.BILINEAR))
+        for each in images
+    ]
+    return torch.from_numpy(np.stack(resized)).permute(0, 3, 1, 2)
 
 
 def inputs_of(processor: Any, images: list[Image.Image]) -> Mapping[str, Any]:
@@ -46,11 +61,23 @@ def inputs_of(processor: Any, images: list[Image.Image]) -> Mapping[str, Any]:
     return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_crops")}
 
 
+def test_pillow_resizes_as_torchvision_within_one_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+    source = write_vision_checkpoint(tmp_path, "lfm2_vl")
+    kind = transformers.Lfm2VlImageProcessor
+    for number, size in enumerate(SIZES):
+        image = Image.open(BytesIO(random_image(number, size)))
+        own = inputs_of(kind.from_pretrained(source), [image])["pixel_values"]
+        with monkeypatch.context() as patched:
+            other = inputs_of(processor_of(source, "lfm2_vl", patched), [image])["pixel_values"]
+        assert (own - other).abs().max() < 1.01 / 255 / 0.4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_see(tmp_path: Path, family: str) -> None:
+def test_models_that_see(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_vision_checkpoint(tmp_path / "checkpoint", family)
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
-    processor = processor_of(source, family)
+    processor = processor_of(source, family, monkeypatch)
     model = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
     with edgerun.load(bundle, threads=1, cache=False) as engine:
         vision = engine.model.vision
@@ -66,8 +93,13 @@ def test_models_that_see(tmp_path: Path, family: str) -> None:
 
 def check_pixels(vision: Any, data: bytes, inputs: Mapping[str, Any]) -> None:
     tiles = vision.processor.process(decode_image(data)).tiles
-    found = np.concatenate([vision.processor.inputs(each)["pixel_values"] for each in tiles])
-    np.testing.assert_allclose(found, inputs["pixel_values"].numpy().reshape(found.shape), atol=1e-6)
+    given = [vision.processor.inputs(each) for each in tiles]
+    found, expected = np.concatenate([each["pixel_values"] for each in given]), inputs["pixel_values"].numpy()
+    if "spatial_shapes" in inputs:  # padded, row by row, and channels last
+        rows = [(places := each["patch_positions"])[:, 0] * (places[:, 1].max() + 1) + places[:, 1] for each in given]
+        expected = np.concatenate([each[order] for each, order in zip(expected, rows, strict=True)])
+        expected = expected.reshape(len(expected), -1, 3).swapaxes(1, 2)
+    np.testing.assert_allclose(found, expected.reshape(found.shape), atol=1e-6)
 
 
 def check_features(vision: Any, data: bytes, model: Any, inputs: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -24,7 +25,7 @@ def features_of(bundle: Path) -> np.ndarray:
     return np.asarray(ort.InferenceSession(str(bundle / VISION_GRAPH_NAME)).run(None, {"pixel_values": PIXELS})[0])
 
 
-NATIVE = [family for family in FAMILIES if family.startswith("qwen")]
+NATIVE = [family for family in FAMILIES if family == "lfm2_vl" or family.startswith("qwen")]
 
 
 @pytest.mark.parametrize("family", NATIVE)
@@ -38,8 +39,9 @@ def test_features_of_native_resolution_are_those_of_the_definition(
     tile = np.random.default_rng(3).integers(0, 256, (*size, 3), np.uint8)
     found = ort.InferenceSession(str(bundle / VISION_GRAPH_NAME)).run(None, processor.inputs(tile))[0]
     weights, pixels = load_file(source / "model.safetensors"), processor.pixel_values(tile)[0]
-    expected = reference_native_features(family, vision_config(family), weights, pixels)
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    reference = reference_features if family == "lfm2_vl" else reference_native_features
+    expected = reference(family, vision_config(family), weights, pixels)
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NATIVE))
@@ -92,6 +94,19 @@ def test_damaged_towers_are_refused(tmp_path: Path, name: str, message: str) -> 
     with pytest.raises(CheckpointError, match=message):
         export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_lfm2_vl_without_a_norm_in_its_projector(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", "lfm2_vl")
+    weights = load_file(source / "model.safetensors")
+    save_file(
+        {name: each for name, each in weights.items() if ".layer_norm." not in name}, source / "model.safetensors"
+    )
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
+    operators = [node.op_type for node in onnx.load(bundle / VISION_GRAPH_NAME, load_external_data=False).graph.node]
+    assert (
+        operators.count("LayerNormalization") == 2 * vision_config("lfm2_vl")["vision_config"]["num_hidden_layers"] + 1
+    )
 
 
 def test_the_first_checkpoints_of_qwen2_5_vl_do_not_nest_their_settings(tmp_path: Path) -> None:
