@@ -11,12 +11,12 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (15_137, 129, 269),
-    "export": (15_314, 132, 179),
-    "runtime": (23_301, 218, 380),
+    "export": (15_353, 132, 179),
+    "runtime": (23_401, 219, 382),
     "models": (3_263, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_851, "runtime.engine": 24_197, "edge.cli.run": 25_265}
+CLOSURES = {"runtime.decode": 3_866, "runtime.engine": 24_297, "edge.cli.run": 25_365}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
