@@ -1,0 +1,94 @@
+"""Accuracy against tokens per pass of the rules by which models fill blocks of masked tokens.
+
+A model that fills blocks (SDAR's layout) and one that generates token by token, both of a million parameters, are
+trained on the same tasks with lists of eight letters, as in ParallelBench (arXiv 2510.04767): copying, reversing,
+sorting, and shuffling, where every order of the letters is right and the places depend on each other. Then both answer
+held-out requests, sampled at a temperature of 1, the first one by every rule. Training needs torch and transformers;
+models are kept in `--work`. Prints a table, then one JSON line.
+
+Examples: python benchmarks/blocks.py --train-python ~/torch/bin/python --steps 2000; python benchmarks/blocks.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import edgerun
+from block_training import LENGTH, TASKS, VOCABULARY, request
+from edgerun.export import FP32, ExportRecipe, export_checkpoint
+
+_TRAINING: Final = Path(__file__).with_name("block_training.py")
+_RULES: Final = (
+    *("in-order:1", "in-order:2", "in-order:4", "in-order:8", "fixed:1", "fixed:2", "fixed:4"),
+    *("threshold:0.95", "threshold:0.9", "threshold:0.7", "threshold:0.5", "factor:0.5", "factor:1", "factor:2"),
+    *("entropy:0.1", "entropy:0.5", "nll:0.1", "nll:0.5", "prophet:1", "prophet:0.5", "local-leap", "stable"),
+)
+
+
+def is_right(task: str, prompt: list[int], answer: list[int]) -> bool:
+    """Whether an answer is a right one."""
+    items = prompt[-1 - LENGTH : -1]
+    expected = {"copy": items, "reverse": items[::-1], "sort": sorted(items)}
+    return answer == expected[task] if task in expected else sorted(answer) == sorted(items)
+
+
+def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
+    """Share of right answers by task, and tokens per pass."""
+    random = np.random.default_rng(2)
+    right, tokens, passes = dict.fromkeys(TASKS, 0), 0, 0
+    with edgerun.load(model, threads=1, speculation="off", cache=False) as engine:
+        for number in range(requests * len(TASKS)):
+            task = TASKS[number % len(TASKS)]
+            prompt, _ = request(task, random)
+            reply = engine.generate(
+                " ".join(VOCABULARY[each] for each in prompt),
+                raw=True,
+                max_tokens=LENGTH,
+                temperature=1.0,
+                seed=number,
+                ignore_eos=True,
+                **({} if rule is None else {"block_rule": rule}),
+            )
+            answer = [VOCABULARY.index(word) for word in reply.text.split()]
+            right[task] += is_right(task, prompt, answer)
+            tokens += LENGTH
+            passes += reply.stats.decode_passes + (rule is None)  # the prompt's pass gives the first token
+    return {**{task: count / requests for task, count in right.items()}, "tokens per pass": tokens / passes}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edge-run-benchmarks" / "blocks")
+    parser.add_argument("--train-python", default=sys.executable, help="interpreter with torch and transformers")
+    parser.add_argument("--steps", type=int, default=2000, help="of training, for each model")
+    parser.add_argument("--requests", type=int, default=100, help="for each task and rule")
+    options = parser.parse_args()
+    results = {}
+    for kind in ("sdar", "qwen3"):
+        if not (options.work / kind / "config.json").is_file():
+            arguments = [kind, str(options.work / kind), str(options.steps)]
+            subprocess.run([options.train_python, str(_TRAINING), *arguments], check=True)
+        if not (bundle := options.work / f"{kind}-bundle").is_dir():
+            export_checkpoint(options.work / kind, bundle, ExportRecipe(FP32))
+        for rule in _RULES if kind == "sdar" else (None,):
+            results[rule or "token by token"] = measure(bundle, rule, options.requests)
+    table = Table(*("rule", *TASKS, "tokens per pass"))
+    for rule, found in results.items():
+        table.add_row(rule, *(f"{found[each]:.2f}" for each in (*TASKS, "tokens per pass")))
+    Console().print(table)
+    print(json.dumps({"benchmark": "blocks", "requests": options.requests, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
