@@ -17,3 +17,6 @@ class BlockDiffusion:
     """Token id that stands for a token that is not known yet."""
     shifted: bool = False
     """Whether the logits of a token are computed at the place before it, as in models for one token at a time."""
+    bidirectional: bool = False
+    """Whether all tokens of a text attend to each other, those behind a block too. Then a block may have any size, and
+    `size` is the usual one."""

@@ -14,6 +14,7 @@ from msgspec import Meta
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.json_file import shown
 from ...runtime.arguments.argument_types import options_of
+from ...runtime.blocks.commit_rules import Learned
 from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
@@ -175,6 +176,8 @@ class RequestFields(SamplingFields, kw_only=True):
         """
         variables = template_variables(getattr(self, "chat_template_kwargs", None), effort)
         options = generate_options(self, {"template_variables": variables, **others})
+        if isinstance(options.block_rule, Learned):
+            raise invalid("block_rule", "the rule learned reads a file of this machine", "give another rule")
         if stream_options is not None and not self.stream:
             hint = "set stream to true, or leave stream_options out"
             raise invalid("stream_options", "stream_options are given without stream", hint)

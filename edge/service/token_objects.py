@@ -31,7 +31,7 @@ def token_object(token: TokenLogprob) -> dict[str, Any]:
         `id`, `text`, `logprob` (natural logarithm), `top` (the most probable tokens at this position, each with an
         `id`, a `text` and a `logprob`), `kind` (an `OriginKind`), `drafter` and `rejected` (texts, or None). The text
         of a token that is a part of a character is U+FFFD. Special tokens, such as those that end an answer, also have
-        `special`, which is True.
+        `special`, which is True, and tokens from blocks `block_pass`.
     """
     origin = token.origin
     return {
@@ -40,6 +40,7 @@ def token_object(token: TokenLogprob) -> dict[str, Any]:
         "kind": (OriginKind.DECODED if origin is None else origin.kind).value,
         "drafter": None if origin is None else origin.drafter,
         "rejected": None if origin is None else origin.rejected,
+        **({} if origin is None or origin.block_pass is None else {"block_pass": origin.block_pass}),
     }
 
 

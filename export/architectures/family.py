@@ -112,6 +112,8 @@ class Blocks:
     """Token id of the mask; the setting is `mask_token_id`."""
     shifted: bool = False
     """See `BlockDiffusion.shifted`."""
+    bidirectional: bool = False
+    """See `BlockDiffusion.bidirectional`."""
 
 
 def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -229,5 +231,10 @@ class Family:
     """Whether some of its multimodal checkpoints do not nest them."""
     vision: VisionFamily | None = None
     """The vision tower of multimodal models; None for text models, and those whose tower is not exported."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of settings in config.json, where they differ from the common ones, by the common name."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of the names of tensors, where they differ from the common ones, by the common one; `#` is the number
+    of a layer."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of settings that config.json may omit, where they differ from the common ones."""

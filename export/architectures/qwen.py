@@ -55,6 +55,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "sdar_moe": replace(_QWEN3, experts=Experts(), defaults={}, blocks=_SDAR),
     # Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5, trained on in the same way with logits one place before their token.
     "Fast_dLLM_Qwen": Family(qkv_bias=True, blocks=Blocks("bd_size", 32, 151665, shifted=True)),
+    # Dream (arXiv 2508.15487) and DiffuCoder: Qwen2.5, trained on with all tokens attending to each other.
+    "Dream": replace(_QWEN2, blocks=Blocks("block_size", 32, 151666, shifted=True, bidirectional=True)),
     "qwen3_5_text": _QWEN3_5_TEXT,
     # Language model of Qwen3.5 checkpoints; the image part is not exported.
     "qwen3_5": replace(_QWEN3_5_TEXT, nested_type="qwen3_5_text"),

@@ -37,7 +37,7 @@ from ...runtime.measure.logit_quality import log_softmax
 from ...runtime.text.tokenizer import TextTokenizer
 from ..bundle_content import BundleContent
 from ..calibration.divergence import Divergence
-from ..checkpoint.config import DecoderConfig
+from ..checkpoint.config import DecoderConfig, common_settings
 from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
@@ -114,7 +114,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     config, context = content.config, content.context
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(NUM_TOKENS, context))
     progress(0.0)
-    settings = read_json(content.source.folder / "config.json")
+    settings = common_settings(read_json(content.source.folder / "config.json"), content.config.traits)
     quantized = any(weight_format.bits != 32 for weight_format in content.plan.values())
     # Products this small lose far more to the wake-up of BLAS threads than they gain from them.
     with threadpool_limits(1, user_api="blas"):
@@ -229,7 +229,7 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
     tokens = np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)
     if len(tokens) < 2:
         return None
-    settings = read_json(content.source.folder / "config.json")
+    settings = common_settings(read_json(content.source.folder / "config.json"), content.config.traits)
     with threadpool_limits(1, user_api="blas"):
         original = log_softmax(reference_logits(content.original, settings, tokens, content.context))
     session = ContractSession(folder, len(tokens))

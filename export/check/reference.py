@@ -57,7 +57,13 @@ _LANGUAGE_MODELS: Final = {
     "smolvlm": "llama",
 }
 """What the language models of families that see compute as."""
-_IN_BLOCKS = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "Fast_dLLM_Qwen": "qwen2"}
+_IN_BLOCKS = {
+    "sdar": "qwen3",
+    "sdar_moe": "qwen3_moe",
+    "Fast_dLLM_Qwen": "qwen2",
+    "Dream": "qwen2",
+    "llada": "llama",
+}
 """Families with block diffusion, and those that they compute like under the same mask."""
 _ADDING_ONE = (*_GEMMA, *DELTA_NETS)
 """Families whose norms scale by 1 + weight."""

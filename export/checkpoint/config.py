@@ -197,7 +197,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     model_type = str(config["model_type"])
     family = find_family(model_type)
-    config = {**family.defaults, **text_settings(config, family)}
+    config = {**family.defaults, **text_settings(common_settings(config, family), family)}
     _refuse_unsupported(config, family)
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
@@ -292,6 +292,11 @@ def _check_heads(heads: int, shape: HeadShape) -> None:
         )
 
 
+def common_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the settings of config.json, those with names of their own by the common ones too."""
+    return {**config, **{name: config[own] for name, own in family.settings.items() if own in config}}
+
+
 def text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """Return the settings of the language model, which are nested in a multimodal model."""
     if family.nested_type is None:
@@ -332,7 +337,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 def _read_blocks(config: Mapping[str, Any], settings: Blocks) -> BlockDiffusion:
     mask = count(config, "mask_token_id", default=settings.mask, minimum=0, maximum=count(config, "vocab_size") - 1)
-    return BlockDiffusion(count(config, settings.size_setting, default=settings.size), mask, settings.shifted)
+    size = count(config, settings.size_setting, default=settings.size)
+    return BlockDiffusion(size, mask, settings.shifted, settings.bidirectional)
 
 
 def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig | None:

@@ -26,6 +26,12 @@ PER_LAYER_EMBEDDING: Final = "per_layer_embedding"
 """Name of the linear with the embeddings that layers have of their own."""
 
 
+def tensor_names(config: DecoderConfig) -> list[tuple[str, str]] | None:
+    """Beginnings of names of tensors, and those in the checkpoint in their place; None for the common ones."""
+    pairs = [(*pair, str(layer)) for layer in range(config.layers) for pair in config.traits.tensors.items()]
+    return [(name.replace("#", layer), own.replace("#", layer)) for name, own, layer in pairs] or None
+
+
 def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
     module, traits = f"model.layers.{index}", config.traits

@@ -14,7 +14,7 @@ from ...runtime.text.tokenizer_library import read_tokenizer
 from ..gguf import is_gguf, open_gguf
 from .config import DecoderConfig, read_config
 from .json_fields import read_json
-from .layout import expected_tensors
+from .layout import expected_tensors, tensor_names
 from .safetensors_files import Checkpoint
 from .source import ModelSource
 
@@ -35,7 +35,8 @@ def open_source(source: Path) -> Iterator[tuple[DecoderConfig, ModelSource]]:
         CheckpointError: the model is damaged, incomplete or not supported.
     """
     if not is_gguf(source):
-        yield _check_complete(read_config(source), Checkpoint(source))
+        config = read_config(source)
+        yield _check_complete(config, Checkpoint(source, tensor_names(config)))
         return
     with open_gguf(source) as model:
         yield _check_complete(read_config(model.folder), model)

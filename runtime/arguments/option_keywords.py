@@ -44,6 +44,8 @@ class GenerateKeywords(TypedDict, total=False):
     """The options of `GenerateOptions` by name."""
 
     block_rule: CommitRule | str | None
+    block_size: int | None
+    lossy_block_cache: bool
     lossy: LossyRule | str | None
     adapter: str | None
     control: str | None

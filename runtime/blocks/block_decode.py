@@ -1,16 +1,15 @@
 """Decodes blocks of masked tokens (block diffusion): a pass may find several tokens of a block.
 
-A block begins with its masks. Within it every token attends to every other one, and to all tokens before the block.
-After each pass every masked position has a candidate, and a rule says which of them to keep; the others stay masked.
-The slots of a block are valid once all its tokens are known and have run once more, which they do in the first pass of
-the next block. Source: block diffusion (Arriola et al. 2025, arXiv 2503.09573), in the order of SDAR (arXiv 2510.06303)
-and, where logits are shifted, of Fast-dLLM v2 (arXiv 2509.26328).
+A block begins with its masks. After each pass every masked position has a candidate, and a rule says which of them to
+keep; the others stay masked. Once all are known, the next block begins. Source: block diffusion (Arriola et al. 2025,
+arXiv 2503.09573), in the order of SDAR (arXiv 2510.06303) and, where logits are shifted, of Fast-dLLM v2 (arXiv
+2509.26328); where all tokens attend to each other, LLaDA (arXiv 2502.09992) and Dream (arXiv 2508.15487).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,16 +18,19 @@ import numpy.typing as npt
 from ...models.block_diffusion import BlockDiffusion
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
 from ..graph.bound_graph import BoundGraph
-from ..graph.graph_io import Floats
-from ..prefill import PREFILL_TOKENS, READING_PROMPT, Cancelled
-from ..sampling.logit_stage import Logits
+from ..prefill import Cancelled
+from ..sampling.logit_stage import Logits, LogitStage
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
 from ..sampling.sampler import Sampler
 from ..speculation.rounds import DraftOrigin, OriginKind
-from .commit_rules import Candidates, CommitRule, most_confident
+from ..strategies.second_reader import ReaderSequence, ReaderStage, SecondReader
+from .block_passes import Block, BlockReader, CausalBlocks, WholeTexts
+from .commit_rules import BlockOptions, Candidates, CommitRule, Threshold, most_confident
 
 _DRAWS: Final = 1 << 64
 """Distance of the random numbers of two passes: more than a text has positions."""
+USUAL_LENGTH: Final = 128
+"""Tokens of an answer without a limit, where all tokens attend to each other; that of LLaDA's program."""
 
 
 class _Candidate(NamedTuple):
@@ -41,22 +43,38 @@ class _Candidate(NamedTuple):
     logprobs: PositionLogprobs | None
 
 
-@dataclass
-class _Block:
-    """The block that is being filled."""
+@dataclass(frozen=True)
+class BlockChoices:
+    """What an answer's options say about filling blocks."""
 
-    start: int
-    """Position of its first token in the text."""
-    cells: npt.NDArray[np.int64]
-    """Its token ids; those that are not known are the mask's."""
-    known: npt.NDArray[np.bool_]
-    steady: npt.NDArray[np.int64]
-    """For each position, the number of passes one after another that found the same candidate."""
-    latest: npt.NDArray[np.int64]
-    """The candidates of the latest pass; -1 where there was none."""
-    passes: int = 0
-    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    """Log-probabilities by place in the block, if they were asked for."""
+    rule: CommitRule
+    size: int
+    """Number of tokens of a block, where the model allows any."""
+    keeps_slots: bool = False
+    """See `block_passes.WholeTexts`."""
+    line_ends: frozenset[int] = frozenset()
+    """Token ids that end a line, for rules that ask for them."""
+
+    @staticmethod
+    def of(options: BlockOptions, blocks: BlockDiffusion, line_ends: Callable[[], frozenset[int]]) -> BlockChoices:
+        """The choices of options; `line_ends` is called where they are needed."""
+        rule = options.block_rule if isinstance(options.block_rule, CommitRule) else Threshold()
+        ends = line_ends() if rule.reads_line_ends else frozenset()
+        return BlockChoices(rule, options.block_size or blocks.size, options.lossy_block_cache, ends)
+
+
+class Guidance(NamedTuple):
+    """Classifier-free guidance: the same text is read behind a prompt of masks."""
+
+    sequence: ReaderSequence
+    compared: Callable[[Logits, Logits], Logits]
+    """The logits to choose from, given those behind the prompt and behind the masks."""
+
+    @staticmethod
+    def of(stages: Sequence[LogitStage], readers: Sequence[SecondReader]) -> Guidance | None:
+        """The guidance of an answer whose strategies with a second reader have these stages; None without one."""
+        comparing = [stage.compared for stage in stages if isinstance(stage, ReaderStage)]
+        return Guidance(readers[0].sequence, comparing[0]) if comparing else None
 
 
 class _BlockText:
@@ -64,104 +82,85 @@ class _BlockText:
 
     def __init__(
         self,
-        bound: BoundGraph,
-        blocks: BlockDiffusion,
+        readers: Sequence[BlockReader],
+        choices: BlockChoices,
         sampler: Sampler,
-        rule: CommitRule,
         log_softmax: LogSoftmax | None,
-        token_ids: list[int],
+        limits: DecodeLimits,
+        end: int,
+        guided: Callable[[Logits, Logits], Logits] | None,
     ) -> None:
-        self._bound: Final = bound
-        self._blocks: Final = blocks
+        self._readers: Final = readers
+        self._choices: Final = choices
         self._sampler: Final = sampler
-        self._rule: Final = rule
         self._log_softmax: Final = log_softmax
-        self.token_ids: Final = token_ids
+        self._eos: Final = limits.eos
+        self._end: Final = end
+        self._guided: Final = guided
+        self.token_ids: Final = readers[0].token_ids
         """The known beginning of the text."""
-        self._before: Logits | None = None
-        """Where logits are shifted, those of the token before the block."""
         self.block = self._next_block()
 
     def read_prompt(self, limits: DecodeLimits) -> int:
-        """Compute the slots of the whole blocks before the text's end, but the last one; returns the passes.
-
-        Raises:
-            Cancelled: the caller cancelled.
-        """
-        arena, size = self._bound.arena, self._blocks.size
-        # The last whole block runs with the first masks: its last logits may be those of the first masked token.
-        end = max(self.block.start - size, 0)
-        arena.rewind_to(min(arena.length, end) // size * size)
-        arena.expect(len(self.token_ids) - arena.length)
-        first, passes = arena.length, 0
-        while arena.length < end:
-            if limits.cancelled():
-                raise Cancelled
-            limits.progress(READING_PROMPT, (arena.length - first) / (end - first))
-            count = min(max(PREFILL_TOKENS // size, 1) * size, end - arena.length)
-            self._forward(self.token_ids[arena.length : arena.length + count], [count - 1])
-            arena.commit(count)
-            passes += 1
-        return passes
+        """Compute the slots of the prompt that can be kept; returns the passes."""
+        return sum(reader.read_prompt(self.block, limits) for reader in self._readers)
 
     def fill(self) -> tuple[int, ...]:
         """Run a pass and keep what the rule says; returns the tokens that continue the known beginning of the text."""
-        block, arena, pending = self.block, self._bound.arena, self.block.start - self._bound.arena.length
+        block = self.block
         masked = np.flatnonzero(~block.known)
-        # With shifted logits, a token's are those of the row before it.
-        rows = masked + pending - self._blocks.shifted
-        given = rows >= 0
-        wanted = [*([pending - 1] if pending and self._blocks.shifted else []), *rows[given].tolist()]
-        logits = self._forward([*self.token_ids[arena.length : block.start], *block.cells.tolist()], wanted)
-        if pending:
-            arena.commit(pending)
-            if self._blocks.shifted:
-                self._before, logits = logits[0].copy(), logits[1:]
+        every, *others = (reader.logits_of(block, masked, self._end) for reader in self._readers)
+        if self._guided is not None:
+            every = [self._guided(*pair) for pair in zip(every, others[0], strict=True)]
         block.passes += 1
-        every: list[Logits] = [*([] if given.all() or self._before is None else [self._before]), *logits]
         found = [self._candidate(each, block.start + place) for place, each in zip(masked.tolist(), every, strict=True)]
         return self._keep(masked, found)
 
-    def _keep(self, masked: npt.NDArray[np.int64], found: list[_Candidate]) -> tuple[int, ...]:
+    def _keep(self, masked: npt.NDArray[np.intp], found: list[_Candidate]) -> tuple[int, ...]:
         block = self.block
         tokens = np.array([each.token for each in found])
         block.steady[masked] = np.where(block.latest[masked] == tokens, block.steady[masked] + 1, 1)
         block.latest[masked] = tokens
         confidence, gap, entropy = np.array([(each.confidence, each.gap, each.entropy) for each in found]).T
-        candidates = Candidates(masked, confidence, gap, entropy, block.steady[masked], block.cells.size)
-        kept = self._rule.keeps(candidates)
+        ends = np.array([each.token in self._choices.line_ends for each in found])
+        candidates = Candidates(masked, confidence, gap, entropy, block.steady[masked], ends, block.cells.size)
+        kept = self._choices.rule.keeps(candidates)
         for index in np.flatnonzero(kept if kept.any() else most_confident(candidates, 1)).tolist():
             place, each = int(masked[index]), found[index]
-            block.cells[place], block.known[place] = each.token, True
+            block.cells[place], block.known[place], block.filled_in[place] = each.token, True, block.passes
             if each.logprobs is not None:
                 block.logprobs[place] = each.logprobs
+            if each.token in self._eos:  # nothing behind the end of the text has to be found
+                block.known[place:] = True
         begun = len(self.token_ids) - block.start
         end = block.cells.size if block.known.all() else int(block.known.argmin())
         new = tuple(block.cells[begun:end].tolist())
-        self.token_ids.extend(new)
+        for reader in self._readers:
+            reader.token_ids.extend(new)
         return new
 
-    def logprobs_of(self, tokens: Sequence[int]) -> tuple[PositionLogprobs, ...]:
-        """Log-probabilities of the tokens that were found last, if they were asked for."""
-        first = len(self.token_ids) - len(tokens) - self.block.start
-        return tuple(self.block.logprobs[place] for place in range(first, first + len(tokens)) if self.block.logprobs)
+    def origins_of(self, count: int) -> tuple[DraftOrigin, ...]:
+        """How the `count` tokens came to be that were found last."""
+        first = len(self.token_ids) - count - self.block.start
+        passes = self.block.filled_in[first : first + count].tolist()
+        return tuple(DraftOrigin(OriginKind.FILLED, block_pass=each) for each in passes)
+
+    def logprobs_of(self, count: int) -> tuple[PositionLogprobs, ...]:
+        """Log-probabilities of the `count` tokens that were found last, if they were asked for."""
+        first = len(self.token_ids) - count - self.block.start
+        return tuple(self.block.logprobs[place] for place in range(first, first + count) if self.block.logprobs)
 
     def advance(self) -> None:
         """Begin the next block if this one is known."""
         if self.block.known.all():
             self.block = self._next_block()
 
-    def _next_block(self) -> _Block:
-        start = len(self.token_ids) // self._blocks.size * self._blocks.size
-        size = min(self._blocks.size, self._bound.arena.limit - start)
-        cells = np.full(size, self._blocks.mask)
-        begun = self.token_ids[start:]
-        cells[: len(begun)] = begun
-        return _Block(start, cells, np.arange(size) < len(begun), np.zeros(size, np.int64), np.full(size, -1))
+    def _next_block(self) -> Block:
+        return self._readers[0].next_block(self._choices.size, self._end)
 
     def _candidate(self, logits: Logits, position: int) -> _Candidate:
         scores = logits.copy()
-        scores[self._blocks.mask] = -np.inf
+        scores[self._readers[0].blocks.mask] = -np.inf
         # Each pass draws anew: a token that was not kept says nothing about the next candidate.
         token = self._sampler.choose(scores, position + self.block.passes * _DRAWS)
         weights = np.exp(scores - scores.max(), dtype=np.float64)
@@ -171,40 +170,46 @@ class _BlockText:
         listed = None if self._log_softmax is None else self._log_softmax.at(scores, token)
         return _Candidate(token, float(probabilities[token]), first - second, entropy, listed)
 
-    def _forward(self, tokens: list[int], wanted: list[int]) -> Floats:
-        """Run tokens behind the cache, each of which attends to its block and those before it."""
-        block = np.arange(len(tokens)) // self._blocks.size  # the cache ends with a whole block
-        return self._bound.forward(tokens, logits_for=wanted, tree_mask=block[:, None] >= block)
-
 
 def block_decode(
     bound: BoundGraph,
     prompt_ids: Sequence[int],
     sampler: Sampler,
     limits: DecodeLimits,
-    rule: CommitRule,
+    choices: BlockChoices,
     log_softmax: LogSoftmax | None = None,
     *,
+    guidance: Guidance | None = None,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
     """Continue `prompt_ids` block by block, and yield one `Step` per pass; arguments and errors as for `decode`.
 
     Args:
         bound: the session of a graph with `GraphIO.blocks`.
-        rule: which candidates a pass keeps.
+        choices: how blocks are filled.
+        guidance: a second reader; None for none. Its stage is not among the sampler's.
 
     A step has the tokens that the pass added to the known beginning of the text: none if one before them is missing.
+    Where all tokens attend to each other, the text is as long as `limits.max_tokens` from the start, or `USUAL_LENGTH`
+    without it.
     """
     blocks = bound.graph_io.blocks
     if blocks is None:
         raise ValueError("this model does not fill blocks")
     arena = bound.arena
     check_prompt_fits(prompt_ids, arena.limit)
-    remaining = min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
+    wanted = limits.max_tokens or (USUAL_LENGTH if blocks.bidirectional else arena.limit)
+    remaining = min(wanted, arena.limit - len(prompt_ids))
     prompt_length = len(prompt_ids) - answer_length
     sampler.observe_prompt(prompt_ids[:prompt_length])
     sampler.observe(prompt_ids[prompt_length:])
-    text = _BlockText(bound, blocks, sampler, rule, log_softmax, list(prompt_ids))
+    readers = [_reader(bound, blocks, list(prompt_ids), choices)]
+    if guidance is not None:
+        guidance.sequence.continue_with([*[blocks.mask] * prompt_length, *prompt_ids[prompt_length:]])
+        other = guidance.sequence
+        readers.append(_reader(other.bound, blocks, other.token_ids, choices, hidden=prompt_length))
+    guided = None if guidance is None else guidance.compared
+    text = _BlockText(readers, choices, sampler, log_softmax, limits, len(prompt_ids) + remaining, guided)
     try:
         before = arena.length
         passes = text.read_prompt(limits)
@@ -214,16 +219,24 @@ def block_decode(
             if limits.cancelled():
                 raise Cancelled
             tokens = text.fill()
-            listed = text.logprobs_of(tokens)
-            text.advance()
+            listed, origins = text.logprobs_of(len(tokens)), text.origins_of(len(tokens))
             ends = [index for index, token in enumerate(tokens[:remaining]) if token in limits.eos]
             if ends:
                 finish, tokens, listed = FinishReason.STOP, tokens[: ends[0]], listed[: ends[0] + 1]
             elif len(tokens) >= remaining:
                 finish, tokens, listed = FinishReason.LENGTH, tokens[:remaining], listed[:remaining]
+            else:
+                text.advance()
             remaining -= len(tokens)
             sampler.observe(tokens)
-            origins = (DraftOrigin(OriginKind.DECODED),) * len(tokens) if listed else ()
-            yield Step(tokens, finish, logprobs=listed, origins=origins)
+            yield Step(tokens, finish, logprobs=listed, origins=origins[: len(listed)])
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
+
+
+def _reader(
+    bound: BoundGraph, blocks: BlockDiffusion, token_ids: list[int], choices: BlockChoices, hidden: int = 0
+) -> BlockReader:
+    if blocks.bidirectional:
+        return WholeTexts(bound, blocks, token_ids, hidden, keeps_slots=choices.keeps_slots)
+    return CausalBlocks(bound, blocks, token_ids, hidden)

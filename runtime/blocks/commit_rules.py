@@ -7,16 +7,23 @@ other, so the more a rule keeps at once, the further the text may be from one th
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import InputError
+from ...errors import CheckpointError, InputError
 from ...models.block_diffusion import BlockDiffusion
+from ...models.safetensors_file import read_safetensors
 from ..arguments.argument_types import OptionRecord, option
+
+if TYPE_CHECKING:
+    from ..strategies.strategy import Strategy
 
 Chosen = npt.NDArray[np.bool_]
 _PROPHET_GAPS: Final = (7.5, 5.0, 2.5)
@@ -36,6 +43,8 @@ class Candidates(NamedTuple):
     """Entropy `[c]` of the model's distribution, in nats."""
     steady: npt.NDArray[np.int64]
     """Number `[c]` of passes one after another that had this candidate, this one included."""
+    ends: Chosen
+    """Whether each candidate `[c]` ends a line; false for rules without `reads_line_ends`."""
     size: int
     """Number of tokens of a block."""
 
@@ -43,14 +52,12 @@ class Candidates(NamedTuple):
 class CommitRule(OptionRecord):
     """Says which candidates to keep. Where it keeps none, the one with the highest confidence is kept."""
 
+    reads_line_ends: ClassVar[bool] = False
+    """Whether it reads `Candidates.ends`."""
+
     @abstractmethod
     def keeps(self, found: Candidates) -> Chosen:
         """Which candidates to keep: bool `[c]`."""
-
-    @staticmethod
-    def of(options: BlockOptions) -> CommitRule:
-        """The rule that options ask for."""
-        return options.block_rule if isinstance(options.block_rule, CommitRule) else Threshold()
 
     @staticmethod
     def parse(text: str) -> CommitRule:
@@ -61,13 +68,17 @@ class CommitRule(OptionRecord):
         """
         name, _, numbers = text.partition(":")
         kind = COMMIT_RULES.get(name)
-        try:
-            values = [int(each) if each.isdecimal() else float(each) for each in numbers.split(",")] if numbers else []
-        except ValueError:
-            kind, values = None, []
+        values = [_parsed(each) for each in numbers.split(",")] if numbers else []
         if kind is None or len(values) > len(fields(kind)):  # type: ignore[arg-type]
             raise InputError(f"block_rule is {text!r:.60}", f"give one of {', '.join(COMMIT_RULES)} with its numbers")
         return kind(*values)
+
+
+def _parsed(value: str) -> float | int | str:
+    try:
+        return int(value) if value.isdecimal() else float(value)
+    except ValueError:
+        return value
 
 
 def most_confident(found: Candidates, count: int) -> Chosen:
@@ -216,6 +227,100 @@ class Stable(CommitRule):
         return (found.steady >= self.passes) & (found.confidence >= self.least)
 
 
+@dataclass(frozen=True)
+class Unit(CommitRule):
+    """A unit of text: the first candidates, up to the first one that is not confident enough.
+
+    Source: lexical unit decoding (arXiv 2405.15208).
+    """
+
+    least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: unit P")
+
+    def keeps(self, found: Candidates) -> Chosen:
+        """The first ones as long as they are confident."""
+        kept: Chosen = np.logical_and.accumulate(found.confidence >= self.least)
+        return kept
+
+
+@dataclass(frozen=True)
+class AdaBlock(CommitRule):
+    """Confident candidates up to the end of a line, so that blocks end where sentences and steps do.
+
+    Source: AdaBlock-dLLM (arXiv 2509.26432). There the end of a block stays as it was found in its first pass; here it
+    is found anew in every pass, and the line ends that are known no longer count.
+    """
+
+    reads_line_ends: ClassVar[bool] = True
+    least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: ada-block P")
+    ending: float = option(0.3, "Least confidence of a line's end.", least=0, most=1, label="block rule: ada-block E")
+    length: int = option(16, "Tokens of a block without such an end.", least=1, label="block rule: ada-block N")
+
+    def keeps(self, found: Candidates) -> Chosen:
+        """Those within the block, at least one."""
+        ends = np.where(found.ends, found.confidence, -1)
+        last = int(ends.argmax())
+        if ends[last] >= self.ending:
+            inside = found.places <= found.places[last]
+        else:
+            inside = found.places < found.places[0] + self.length
+        kept: Chosen = inside & (found.confidence >= self.least)
+        kept[np.where(inside, found.confidence, -1).argmax()] = True
+        return kept
+
+
+@dataclass(frozen=True)
+class Learned(CommitRule):
+    """Candidates that a small network takes for those of the finished text, given the confidences of the whole block.
+
+    The file has `hidden.weight` `[h, B]`, `hidden.bias` `[h]`, `output.weight` `[B, h]` and `output.bias` `[B]`, of a
+    block of B tokens. Source: Learn2PD (arXiv 2509.25188).
+    """
+
+    file: str = option("", "Safetensors file of the network.", label="block rule: learned FILE")
+    least: float = option(0.9, "Least probability.", least=0, most=1, label="block rule: learned P")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _network(self.file)
+
+    def keeps(self, found: Candidates) -> Chosen:
+        """Those that the network is sure of.
+
+        Raises:
+            InputError: it is for blocks of another size.
+        """
+        weights = _network(self.file)
+        if (size := weights["output.bias"].size) != found.size:
+            raise InputError(f"{self.file} is for blocks of {size} tokens, not {found.size}", "give another block_rule")
+        confidence = np.ones(size)
+        confidence[found.places] = found.confidence
+        hidden = np.maximum(weights["hidden.weight"] @ confidence + weights["hidden.bias"], 0)
+        scores = (weights["output.weight"] @ hidden + weights["output.bias"])[found.places]
+        kept: Chosen = 1 / (1 + np.exp(-scores)) >= self.least
+        return kept
+
+
+@cache
+def _network(file: str) -> dict[str, npt.NDArray[np.float32]]:
+    """The tensors of a `Learned` network, with shapes that go together."""
+    try:
+        tensors = {
+            name: found.items(name, 0, math.prod(found.shape)).reshape(found.shape)
+            for name, found in read_safetensors(Path(file)).items()
+        }
+        hidden, size = tensors["hidden.weight"].shape
+        shapes = {"hidden.weight": (hidden, size), "hidden.bias": (hidden,)}
+        shapes |= {"output.weight": (size, hidden), "output.bias": (size,)}
+        right = {name: each.shape for name, each in tensors.items()} == shapes
+    except (OSError, KeyError, ValueError, CheckpointError):
+        right = False
+    if not right:
+        raise InputError(
+            f"block_rule: {file!r:.200} is not a network for this rule", "give learned:FILE, see docs/blocks.md"
+        )
+    return tensors
+
+
 COMMIT_RULES: Final[dict[str, type[CommitRule]]] = {
     "in-order": InOrder,
     "fixed": Fixed,
@@ -226,6 +331,9 @@ COMMIT_RULES: Final[dict[str, type[CommitRule]]] = {
     "prophet": Prophet,
     "local-leap": LocalLeap,
     "stable": Stable,
+    "unit": Unit,
+    "ada-block": AdaBlock,
+    "learned": Learned,
 }
 
 
@@ -240,6 +348,17 @@ class BlockOptions(OptionRecord):
         metavar="RULE",
         unset="threshold:0.9",
     )
+    block_size: int | None = option(
+        None,
+        "Number of tokens of a block, for models all of whose tokens attend to each other; others have their own.",
+        least=1,
+        unset="the model's",
+    )
+    lossy_block_cache: bool = option(
+        False,
+        "Keep what was computed of the tokens outside of a block while the block is filled, for models all of whose "
+        "tokens attend to each other. Faster, and an approximation.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,7 +367,7 @@ class BlockOptions(OptionRecord):
 
 
 _IN_ORDER_ONLY: Final = (
-    *("response_format", "tools", "exact", "lossy", "branch", "suffix", "grammar_aligned", "strategies"),
+    *("response_format", "tools", "exact", "lossy", "branch", "suffix", "grammar_aligned"),
     *("num_beams", "best_first", "extract", "cntp", "adadec", "penalty_alpha", "draft_sampling"),
 )
 """Options for which every token has to be chosen behind the ones before it."""
@@ -260,9 +379,21 @@ def check_block_options(options: BlockOptions, blocks: BlockDiffusion | None) ->
     Raises:
         InputError: they do not.
     """
-    if blocks is None and options.block_rule is not None:
-        raise InputError("block_rule is given, and this model generates token by token", "leave it out")
+    for name in ("block_rule", "block_size", "lossy_block_cache"):
+        if getattr(options, name) and (blocks is None or (name != "block_rule" and not blocks.bidirectional)):
+            has = "generates token by token" if blocks is None else "has blocks of its own"
+            raise InputError(f"{name} is given, and this model {has}", "leave it out")
     defaults = {each.name: each.default for each in fields(options)}
     for name in _IN_ORDER_ONLY if blocks is not None else ():
         if (value := getattr(options, name, None)) and value != defaults[name]:
             raise InputError(f"{name} is given, and this model fills blocks of tokens", f"leave {name} out")
+    guides = getattr(options, "strategies", ()) if blocks is not None else ()
+    if len(guides) > 1 or not all(_masks_prompt(each) for each in guides):
+        what = "strategies are given, and this model fills blocks of tokens"
+        raise InputError(what, "give none, or negative-prompt or cad without another prompt: then the prompt is masked")
+
+
+def _masks_prompt(strategy: Strategy) -> bool:
+    """Whether a strategy compares with a second reader, and has no prompt of its own for it."""
+    own = [getattr(strategy, name, None) for name in ("text", "system")]
+    return strategy.has_reader and not strategy.reads_anchor and own == [None, None]

@@ -91,6 +91,8 @@ class OriginKind(StrEnum):
     """The model's own token, where all draft tokens were others."""
     BONUS = "bonus"
     """The model's own token behind the last accepted one, where there was no other draft token."""
+    FILLED = "filled"
+    """From a pass over a block of masked tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ class TokenOrigin:
     """Name of the drafter of an accepted token, or of the rejected one: one of `choice.SOURCE_NAMES`, or `other`."""
     rejected: str | None = None
     """Text of the draft token that the model rejected here, the most probable one if there were several."""
+    block_pass: int | None = None
+    """The pass over its block, from 1, that found a `FILLED` token."""
 
 
 class DraftOrigin(NamedTuple):
@@ -110,6 +114,7 @@ class DraftOrigin(NamedTuple):
     kind: OriginKind
     source: Source | None = None
     rejected: int | None = None
+    block_pass: int | None = None
 
     @property
     def drafter(self) -> str | None:

@@ -117,5 +117,5 @@ class AnswerTokens:
         origin = None
         if drafted is not None:
             rejected = None if drafted.rejected is None else names.shown(drafted.rejected)
-            origin = TokenOrigin(drafted.kind, drafted.drafter, rejected)
+            origin = TokenOrigin(drafted.kind, drafted.drafter, rejected, drafted.block_pass)
         return TokenLogprob(token_id, shown, part, logprobs.logprob, top, origin)

@@ -179,6 +179,10 @@ class TextTokenizer:
         """The bytes of single tokens."""
         return TokenBytes(self)
 
+    def line_ends(self) -> frozenset[int]:
+        """Ids of the tokens that end a line."""
+        return frozenset(each for each in range(self._vocab_size) if self.token_bytes.of(each).endswith(b"\n"))
+
     def token_text(self, name: str) -> str | None:
         """Text of the token that tokenizer_config.json names `name`, such as `bos_token`; None if it names none.
 

@@ -668,6 +668,7 @@ export const strings = {
       accepted: (drafter) => `Drafted by ${drafter} and accepted.`,
       corrected: (drafter, rejected) => `The draft said “${rejected}” (from ${drafter}); the model corrected it.`,
       bonus: () => "The model's own token behind an accepted draft, from the same pass.",
+      filled: (_, __, pass) => `Found in pass ${pass} over its block.`,
       chosen: (_, rejected) => `Chosen by you in place of “${rejected}”.`,
     },
     own: "the model's own",

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 
 import edgerun
-from edgerun import Engine, InputError
+from edgerun import Engine, InputError, OriginKind
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.export import ExportRecipe
 from edgerun.export.recipe import DeviceChoice
 from edgerun.models.manifest import GraphLayout
-from edgerun.runtime.blocks.block_decode import block_decode
+from edgerun.runtime.blocks.block_decode import BlockChoices, block_decode
 from edgerun.runtime.blocks.commit_rules import COMMIT_RULES, Candidates, CommitRule, most_confident
 from edgerun.runtime.decode import DecodeLimits, FinishReason
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
@@ -34,7 +35,8 @@ from support.tiny_models import exported
 OPTIONS: dict[str, Any] = {"raw": True, "max_tokens": 21, "ignore_eos": True}
 PROMPT = "the sea and the sand"
 RULES = ["in-order:1", "fixed:2", "threshold:0.2", "entropy:3", "factor:4", "nll:2", "prophet:0.5"]
-RULES += ["local-leap:0.3,2,0.1"]
+RULES += ["local-leap:0.3,2,0.1", "unit:0.3", "ada-block:0.3,0.2,2"]
+LINE_ENDS = (1, 3)
 Confidence = npt.NDArray[np.float64]
 
 
@@ -62,14 +64,18 @@ def test_tokens_are_those_of_the_naive_decoder(family: str, tmp_path: Path) -> N
     bundle = write_block_model(tmp_path, family)
     naive = NaiveBlocks(tmp_path / "checkpoint")
     rules = {"in-order:1": first(1), "fixed:3": best(3), "threshold:0.1": lambda confidence: confidence >= 0.1}
+    own = {"block_size": naive.size} if naive.bidirectional else {}
     with edgerun.load(bundle, threads=1, cache=False) as engine:
         prompt = engine.tokenizer.encode(PROMPT, add_special_tokens=True)
         # Ends of a prompt in a block, at its end, and behind several.
         for ids in (prompt[:1], prompt[: naive.size], [*prompt, *prompt][: 2 * naive.size + 1]):
             for rule, keeps in rules.items():
                 expected = engine.tokenizer.decode(naive.text(ids, 21, keeps))
-                reply = engine.generate(engine.tokenizer.decode(ids), block_rule=rule, **OPTIONS)
+                reply = engine.generate(engine.tokenizer.decode(ids), block_rule=rule, **own, **OPTIONS)
                 assert reply.text == expected, (rule, len(ids))
+            expected = engine.tokenizer.decode(naive.text(ids, 21, best(3), guidance=2.5))
+            guided = {"block_rule": "fixed:3", "strategies": [edgerun.strategy("negative-prompt", guidance=2.5)]}
+            assert engine.generate(engine.tokenizer.decode(ids), **guided, **own, **OPTIONS).text == expected
 
 
 def test_a_step_keeps_what_its_rule_says(engine: Engine) -> None:
@@ -141,7 +147,8 @@ class Six:
         found: Counter[tuple[int, ...]] = Counter()
         for tokens in product(range(5), repeat=places.size):
             confidence = rows[np.arange(places.size), tokens]
-            candidates = Candidates(places, confidence, gaps, entropy, np.ones(places.size, np.int64), 4)
+            ends = np.isin(tokens, LINE_ENDS)
+            candidates = Candidates(places, confidence, gaps, entropy, np.ones(places.size, np.int64), ends, 4)
             kept = rule.keeps(candidates)
             kept = kept if kept.any() else most_confident(candidates, 1)
             after = np.array(cells)
@@ -169,10 +176,10 @@ def test_blocks_have_the_exact_distribution_of_their_rule(six: Six, name: str) -
     print(f"{name}: total variation {distances[0]:.3f} from one token at a time, {distances[1]:.3f} from all at once")
     found: Counter[tuple[int, ...]] = Counter()
     with edgerun.load(six.bundle, threads=1, cache=False) as engine:
-        bound = engine.model.new_sequence().bound
+        bound, choices = engine.model.new_sequence().bound, BlockChoices(rule, 4, line_ends=frozenset(LINE_ENDS))
         for seed in range(800):
             sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 6)
-            steps = block_decode(bound, six.prompt, sampler, DecodeLimits(4), rule)
+            steps = block_decode(bound, six.prompt, sampler, DecodeLimits(4), choices)
             found[tuple(token for step in steps for token in step.tokens)] += 1
     expect_distribution(found, distribution, 800)
 
@@ -181,19 +188,73 @@ def test_stable_candidates_are_those_of_several_passes() -> None:
     stable = CommitRule.parse("stable:2,0.5")
     steady, confidence = np.array([1, 2, 3, 2]), np.array([0.9, 0.6, 0.4, 0.5])
     zeros = np.zeros(4)
-    kept = stable.keeps(Candidates(np.arange(4), confidence, zeros, zeros, steady, 4))
+    kept = stable.keeps(Candidates(np.arange(4), confidence, zeros, zeros, steady, zeros > 0, 4))
     assert kept.tolist() == [False, True, False, True]
 
 
 def test_a_bounded_factor_keeps_as_many_as_it_allows() -> None:
     zeros = np.zeros(4)
-    candidates = Candidates(np.arange(4), np.array([0.6, 0.99, 0.9, 0.8]), zeros, zeros, np.ones(4, np.int64), 4)
+    candidates = Candidates(
+        np.arange(4), np.array([0.6, 0.99, 0.9, 0.8]), zeros, zeros, np.ones(4, np.int64), zeros > 0, 4
+    )
     # (n + 1)(1 - c): 0.02, 0.3, 0.8, 2.0
     for factor, kept in ((0.02, []), (0.5, [1, 2]), (1.0, [1, 2, 3]), (2.1, [0, 1, 2, 3])):
         assert np.flatnonzero(CommitRule.parse(f"factor:{factor}").keeps(candidates)).tolist() == kept
 
 
-def test_the_command_line_and_the_server_take_rules(bundle: Path, engine: Engine, capsys: Any) -> None:
+def test_a_kept_cache_is_exact_with_one_layer_and_an_approximation_with_more(tmp_path: Path) -> None:
+    texts = {}
+    for family, layers in (("llada", 1), ("Dream", 1), ("Dream", 2)):
+        bundle = write_block_model(tmp_path / f"{family}{layers}", family, num_hidden_layers=layers)
+        with edgerun.load(bundle, threads=1, cache=False) as engine:
+            options: dict[str, Any] = {"block_rule": "fixed:2", "block_size": 5, **OPTIONS}
+            replies = [engine.generate(PROMPT, lossy_block_cache=kept, **options) for kept in (False, True, False)]
+            assert replies[0].text == replies[2].text
+            assert {each.stats.decode_passes for each in replies} == {13}
+            texts[family, layers] = [each.text for each in replies]
+            with pytest.raises(InputError, match="give another block_rule"):
+                engine.generate(PROMPT, block_rule=f"learned:{network(tmp_path, 8.0)}", block_size=5, **OPTIONS)
+            assert engine.generate(PROMPT).stats.completion_tokens <= 128
+    # The keys and values of a first layer do not depend on other tokens.
+    assert [kept == exact for exact, kept, _ in texts.values()] == [True, True, False]
+
+
+def test_nothing_is_filled_behind_the_end_of_a_text(engine: Engine) -> None:
+    options = {**OPTIONS, "ignore_eos": False, "temperature": 0.0, "block_rule": "fixed:1"}
+    reply = engine.generate(PROMPT, logit_bias={0: 100.0}, **options)
+    assert (reply.text, reply.finish_reason) == ("", FinishReason.STOP)
+    begun = len(engine.tokenizer.encode(PROMPT, add_special_tokens=True)) % 4
+    assert reply.stats.decode_passes <= 4 - begun
+
+
+def network(folder: Path, least: float) -> Path:
+    """The file of a network for blocks of four tokens, to which half is what is as probable as `least` / 10."""
+    weights = {"hidden.weight": np.eye(4), "hidden.bias": np.zeros(4)}
+    weights |= {"output.weight": 10 * np.eye(4), "output.bias": np.full(4, -least)}
+    save_file({name: value.astype(np.float32) for name, value in weights.items()}, folder / "network.safetensors")
+    return folder / "network.safetensors"
+
+
+def test_a_network_chooses_and_others_are_refused(engine: Engine, tmp_path: Path) -> None:
+    learned = f"learned:{network(tmp_path, 2.0)},0.5"
+    assert engine.generate(PROMPT, block_rule=learned, **OPTIONS).text == (
+        engine.generate(PROMPT, block_rule="threshold:0.2", **OPTIONS).text
+    )
+    save_file({"hidden.weight": np.eye(4, dtype=np.float32)}, tmp_path / "other.safetensors")
+    for name in (tmp_path / "other.safetensors", tmp_path / "none", tmp_path, ""):
+        with pytest.raises(InputError, match="is not a network for this rule; give learned:FILE"):
+            engine.generate(PROMPT, block_rule=f"learned:{name}", **OPTIONS)
+
+
+def test_log_probabilities_say_which_pass_found_a_token(engine: Engine) -> None:
+    listed = engine.generate(PROMPT, logprobs=1, block_rule="in-order:1", **OPTIONS).logprobs
+    begun = len(engine.tokenizer.encode(PROMPT, add_special_tokens=True)) % 4
+    assert {each.origin.kind for each in listed if each.origin} == {OriginKind.FILLED}
+    passes = [each.origin.block_pass for each in listed if each.origin]
+    assert passes == [*range(1, 5 - begun), *[1 + each % 4 for each in range(17 + begun)]]
+
+
+def test_the_command_line_and_the_server_take_rules(bundle: Path, engine: Engine, tmp_path: Path, capsys: Any) -> None:
     arguments = ("run", bundle, "-p", PROMPT, "--raw", "-n", "21", "--ignore-eos", "--threads", "1", "--no-cache")
     texts = {}
     for rule in ("fixed:2", "threshold:0"):
@@ -208,7 +269,9 @@ def test_the_command_line_and_the_server_take_rules(bundle: Path, engine: Engine
         pieces = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
         assert "".join(each[0]["delta"].get("content") or "" for each in pieces if each) == message
         refused = server.request("POST", CHAT, {**body, "block_rule": "often"})
-    assert refused.status == 400
+        local = server.request("POST", CHAT, {**body, "block_rule": f"learned:{network(tmp_path, 8.0)}"})
+    assert local.status == refused.status == 400
+    assert "reads a file of this machine" in local.body.decode()
     assert "block_rule is 'often'; give one of in-order" in refused.body.decode()
 
 
@@ -219,9 +282,14 @@ def test_what_does_not_go_with_the_kind_of_model_is_refused(
         ({"response_format": edgerun.ResponseFormat.regex("a*")}, "response_format"),
         ({"num_beams": 2}, "num_beams"),
         ({"exact": True}, "exact"),
+        ({"block_size": 8}, "block_size"),
+        ({"lossy_block_cache": True}, "lossy_block_cache"),
     ):
-        with pytest.raises(InputError, match=f"^{name} is given, and this model fills blocks of tokens; leave"):
+        with pytest.raises(InputError, match=f"^{name} is given, and this model (fills|has) blocks of .*; leave"):
             engine.generate(PROMPT, **options)
+    for given in ([edgerun.strategy("dry")], [edgerun.strategy("cad", text="a")]):
+        with pytest.raises(InputError, match="then the prompt is masked"):
+            engine.generate(PROMPT, strategies=given)
     for rule in ("fixed:0", "threshold:2", "fixed:1,2", "fixed:x", "steps"):
         with pytest.raises(InputError):
             engine.generate(PROMPT, block_rule=rule)

@@ -19,8 +19,9 @@ export function visible(text) {
 
 /** How the tokens of a piece came to be, in a sentence. */
 export function originOf(piece) {
-  const { kind, drafter, rejected } = piece.tokens[0];
-  return strings.tokens.origin[kind]?.(strings.tokens.drafters[drafter] ?? drafter, visible(rejected ?? "")) ?? kind;
+  const { kind, drafter, rejected, block_pass: pass } = piece.tokens[0];
+  const name = strings.tokens.drafters[drafter] ?? drafter;
+  return strings.tokens.origin[kind]?.(name, visible(rejected ?? ""), pass) ?? kind;
 }
 
 function Bar({ probability }) {
