@@ -50,6 +50,8 @@ class Step(NamedTuple):
     """Log-probabilities at the position of each token, if they were asked for; an end-of-sequence token's come last."""
     origins: tuple[DraftOrigin, ...] = ()
     """How each token came to be, if log-probabilities were asked for."""
+    block_passes: tuple[int, ...] = ()
+    """For each token, the pass over its block, from 1, that found it; empty for a model without blocks."""
     prompt_readers: Mapping[str, int] | None = None
     """Number of tokens that each graph read before the first one, by its name; None in rounds that read nothing."""
     replayed: int = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ContextError, TemplateError
 from ..models.progress import Progress, silent
-from .blocks.block_decode import BlockChoices, Guidance, block_decode
+from .blocks.block_decode import BlockChoices, block_decode
 from .decode import DecodeLimits, FinishReason, Step, decode
 from .graph.bound_graph import BoundGraph, ImagesOfText, Steering, keyed_ids
 from .graph.cache_shift import CacheShift
@@ -34,7 +34,6 @@ from .strategies.branch import FirstToken
 from .strategies.lossy import LossyRule, LossySampler
 from .strategies.search import SearchSampler, search_steps
 from .strategies.second_reader import ReaderSequence, SecondReader, followed
-from .strategies.strategy import Strategy
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
 from .text.token_logprobs import AnswerTokens
@@ -298,9 +297,11 @@ class Generation:
         sequence, request, speculator = self._sequence, self._request, self._speculator
         bound, token_ids = sequence.bound, list(sequence.token_ids)
         answer_length = len(token_ids) - self._prompt_length
-        sampler = self._sampler(sampling, bound.graph_io.vocab_size, answer_length)
+        vocab_size = bound.graph_io.vocab_size
+        sampler = self._sampler(sampling, vocab_size, answer_length)
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
-        if (blocks := bound.graph_io.blocks) is None:
+        choices = BlockChoices.of(request.options, bound.graph_io, self._tokenizer, self._readers)
+        if choices is None:
             bound = followed(bound, sampler.stages, self._readers)
         near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
         token_sampler: TokenSampler = sampler
@@ -311,15 +312,9 @@ class Generation:
             token_sampler = ReplaySampler(request.recording.answer, len(token_ids), sampler)
             eos = frozenset()  # a recording may hold any token, and ends where it ends
         limits = DecodeLimits(max_tokens, eos, self._cancelled, sequence.progress)
-        log_softmax = (
-            LogSoftmax(request.options.logprobs or 0, bound.graph_io.vocab_size) if request.needs_logprobs else None
-        )
-        if blocks is not None:
-            choices = BlockChoices.of(request.options, blocks, self._tokenizer.line_ends)
-            guides = [each.start(sampling, bound.graph_io.vocab_size, self._tokenizer) for each in self._guides()]
-            guidance = Guidance.of(guides, self._readers)
-            fills = partial(block_decode, bound, token_ids, sampler, limits, choices, log_softmax)
-            return fills(guidance=guidance, answer_length=answer_length)
+        log_softmax = LogSoftmax(request.options.logprobs or 0, vocab_size) if request.needs_logprobs else None
+        if choices is not None:
+            return block_decode(bound, token_ids, sampler, limits, choices, log_softmax, answer_length=answer_length)
         if isinstance(sampler, SearchSampler) and request.search is not None:
             steps = partial(search_steps, request.search, bound, token_ids, sampler, limits, log_softmax)
             return steps(self._constraint, answer_length=answer_length)
@@ -335,11 +330,6 @@ class Generation:
             answer_length=answer_length,
         )
 
-    def _guides(self) -> list[Strategy]:
-        """The strategies with a second reader of blocks of masked tokens, which compare logits before the sampler."""
-        blocks = self._sequence.bound.graph_io.blocks
-        return [] if blocks is None else [each for each in self._request.options.strategies if each.has_reader]
-
     def _sampler(self, sampling: SamplingParams, vocab_size: int, answer_length: int) -> Sampler:
         """The sampler of an answer whose last `answer_length` tokens it is given to observe."""
         if self._constraint is not None:
@@ -348,11 +338,10 @@ class Generation:
         earlier = self._answer_ids[: len(self._answer_ids) - answer_length]
         if request.grammar is not None:
             self._constraint = request.grammar.start(earlier)
-        guides = self._guides()
         stages: list[LogitStage] = [
             each.start(sampling, vocab_size, self._tokenizer)
             for each in request.options.strategies
-            if each not in guides
+            if self._sequence.bound.graph_io.blocks is None  # there they compare logits before the sampler
         ]
         for stage in stages:
             stage.earlier = earlier

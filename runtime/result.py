@@ -155,6 +155,8 @@ class Stats:
     """How the best answers were chosen; only the first of them has this."""
     by_model: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens of a lossy completion that the draft model chose, `draft`, and the model itself, `target`."""
+    by_block_pass: Mapping[int, int] = field(default_factory=dict)
+    """Number of tokens by the pass over their block, from 1, that found them; empty for a model without blocks."""
 
     def __add__(self, other: Stats) -> Stats:
         """Add the statistics of two answers. Their rounds are not kept."""
@@ -165,7 +167,7 @@ class Stats:
             for name in dict.fromkeys((*self.by_source, *other.by_source))
         }
         depths = zip_longest(self.by_depth, other.by_depth, fillvalue=nothing)
-        counts = ("prompt_readers", "by_model")
+        counts = ("prompt_readers", "by_model", "by_block_pass")
         sums |= {name: dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in counts}
         by_depth = tuple(mine + its for mine, its in depths)
         totals = self.logprob_totals.joined(other.logprob_totals)
@@ -293,6 +295,7 @@ class StatsRecorder:
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
             logprob_totals=self.logprob_totals,
             stop_sequence=stop_sequence,
+            by_block_pass=Counter(sorted(each for step in self._steps for each in step.block_passes)),
             by_model={"draft": sum(by_draft), "target": by_draft.count(False)} if by_draft else {},
         )
 

@@ -14,16 +14,14 @@ from msgspec import Meta
 from ...errors import CancelledError, EdgeError, InputError
 from ...models.json_file import shown
 from ...runtime.arguments.argument_types import options_of
-from ...runtime.blocks.commit_rules import Learned
 from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine, Prompt
 from ...runtime.options import GenerateOptions
 from ...runtime.scheduling.answer_stream import AnswerStream
-from ...runtime.strategies.strategy import Strategy, strategy
 from .body_decoder import StrictStruct, about
 from .message_fields import response_format
 from .request_error import ErrorCode, RequestError, invalid, unsupported
-from .sampler_fields import SamplerFields
+from .sampler_fields import SamplerFields, named_strategies
 
 _UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
@@ -108,6 +106,8 @@ class SamplingFields(SamplerFields, kw_only=True):
     exact: Annotated[bool | None, option_meta("exact", extension=True)] = None
     lossy: Annotated[str | None, option_meta("lossy", extension=True)] = None
     block_rule: Annotated[str | None, option_meta("block_rule", extension=True)] = None
+    block_size: Annotated[PositiveInt | None, option_meta("block_size", extension=True)] = None
+    lossy_block_cache: Annotated[bool | None, option_meta("lossy_block_cache", extension=True)] = None
     num_beams: Annotated[int | None, option_meta("num_beams", extension=True)] = None
     beam_groups: Annotated[int | None, option_meta("beam_groups", extension=True)] = None
     diversity_penalty: Annotated[float | None, option_meta("diversity_penalty", extension=True)] = None
@@ -176,8 +176,6 @@ class RequestFields(SamplingFields, kw_only=True):
         """
         variables = template_variables(getattr(self, "chat_template_kwargs", None), effort)
         options = generate_options(self, {"template_variables": variables, **others})
-        if isinstance(options.block_rule, Learned):
-            raise invalid("block_rule", "the rule learned reads a file of this machine", "give another rule")
         if stream_options is not None and not self.stream:
             hint = "set stream to true, or leave stream_options out"
             raise invalid("stream_options", "stream_options are given without stream", hint)
@@ -307,9 +305,11 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
         hint = "best_of is the number of answers to generate, n that of the best to return"
         raise invalid("best_of", f"best_of is {best_of}, and n is {n}", hint)
     given["repeat_penalty"] = same(fields, "repeat_penalty", "repetition_penalty")
-    given["strategies"] = (*fields.strategies_of_samplers(), *_strategies(fields.strategies)) or None
+    given["strategies"] = (*fields.strategies_of_samplers(), *named_strategies(fields.strategies)) or None
     given["response_format"] = others.get("response_format") or response_format(fields)
     values = {name: value for name, value in given.items() if value is not None}
+    if str(values.get("block_rule")).startswith("learned"):
+        raise invalid("block_rule", "the rule learned reads a file of this machine", "give another rule")
     if values.get("max_tokens") == -1:
         del values["max_tokens"]
     if "seed" in values and values["seed"] < 0:
@@ -320,24 +320,6 @@ def generate_options(fields: SamplingFields, others: Mapping[str, Any]) -> Gener
     for name, value in values.items():
         check_option(name, value, field_of.get(name, name))
     return GenerateOptions(**values)
-
-
-def _strategies(given: Sequence[Mapping[str, Any]] | None) -> list[Strategy]:
-    """The option `strategies`.
-
-    Raises:
-        RequestError: one of them is wrong; the error names it.
-    """
-    found = []
-    for index, each in enumerate(given or ()):
-        field = f"strategies[{index}]"
-        if not isinstance(each.get("name"), str):
-            raise invalid(field, f"{field} has no name", 'give {"name": ...} and the options of that strategy')
-        try:
-            found.append(strategy(**each))
-        except InputError as error:
-            raise invalid(field, f"{field}: {error.what}", error.hint) from error
-    return found
 
 
 def keep_seconds(keep_alive: str | float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 from ...errors import InputError
@@ -77,3 +78,21 @@ class SamplerFields(FormatFields, kw_only=True):
             )
             wrong = error.what.removeprefix(f"strategy {name}: {fields[field]}")
             raise invalid(field, f"{field}{wrong}", error.hint) from error
+
+
+def named_strategies(given: Sequence[Mapping[str, Any]] | None) -> list[Strategy]:
+    """The option `strategies`, given by names and options.
+
+    Raises:
+        RequestError: one of them is wrong; the error names it.
+    """
+    found = []
+    for index, each in enumerate(given or ()):
+        field = f"strategies[{index}]"
+        if not isinstance(each.get("name"), str):
+            raise invalid(field, f"{field} has no name", 'give {"name": ...} and the options of that strategy')
+        try:
+            found.append(strategy(**each))
+        except InputError as error:
+            raise invalid(field, f"{field}: {error.what}", error.hint) from error
+    return found

@@ -41,6 +41,9 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
         f"{stats.tokens_per_pass:.2f} tokens per pass",
         f"{_ms(stats.total_s)} in all",
     ]
+    if stats.by_block_pass:
+        found = ", ".join(f"{number}: {count}" for number, count in stats.by_block_pass.items())
+        parts.append(f"tokens found in pass ({found}) over their block")
     if stats.mean_logprob is not None:
         parts.append(f"mean log-probability {stats.mean_logprob:.3f}")
     if stats.by_model:
@@ -148,6 +151,7 @@ def _answer_json(reply: Reply, speculation: Speculation, load_s: float, *, with_
             "passes_kept": stats.passes_kept,
             "hidden_ms": round(stats.hidden_s * 1e3, 3),
         },
+        **({"tokens_by_block_pass": dict(stats.by_block_pass)} if stats.by_block_pass else {}),
         **({"tokens_by_model": dict(stats.by_model)} if stats.by_model else {}),
     }
     if stats.mean_logprob is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,19 @@ import numpy.typing as npt
 from ...models.block_diffusion import BlockDiffusion
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
 from ..graph.bound_graph import BoundGraph
+from ..graph.graph_io import GraphIO
 from ..prefill import Cancelled
-from ..sampling.logit_stage import Logits, LogitStage
+from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Sampler, SamplingParams
 from ..speculation.rounds import DraftOrigin, OriginKind
 from ..strategies.second_reader import ReaderSequence, ReaderStage, SecondReader
 from .block_passes import Block, BlockReader, CausalBlocks, WholeTexts
-from .commit_rules import BlockOptions, Candidates, CommitRule, Threshold, most_confident
+from .commit_rules import Candidates, CommitRule, Threshold, most_confident
+
+if TYPE_CHECKING:
+    from ..options import GenerateOptions
+    from ..text.tokenizer import TextTokenizer
 
 _DRAWS: Final = 1 << 64
 """Distance of the random numbers of two passes: more than a text has positions."""
@@ -43,6 +48,14 @@ class _Candidate(NamedTuple):
     logprobs: PositionLogprobs | None
 
 
+class Guidance(NamedTuple):
+    """Classifier-free guidance: the same text is read behind a prompt of masks."""
+
+    sequence: ReaderSequence
+    compared: Callable[[Logits, Logits], Logits]
+    """The logits to choose from, given those behind the prompt and behind the masks."""
+
+
 @dataclass(frozen=True)
 class BlockChoices:
     """What an answer's options say about filling blocks."""
@@ -54,27 +67,21 @@ class BlockChoices:
     """See `block_passes.WholeTexts`."""
     line_ends: frozenset[int] = frozenset()
     """Token ids that end a line, for rules that ask for them."""
+    guidance: Guidance | None = None
 
     @staticmethod
-    def of(options: BlockOptions, blocks: BlockDiffusion, line_ends: Callable[[], frozenset[int]]) -> BlockChoices:
-        """The choices of options; `line_ends` is called where they are needed."""
+    def of(
+        options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokenizer, readers: Sequence[SecondReader]
+    ) -> BlockChoices | None:
+        """The choices of options whose strategies have these second readers; None for a model without blocks."""
+        if (blocks := graph_io.blocks) is None:
+            return None
         rule = options.block_rule if isinstance(options.block_rule, CommitRule) else Threshold()
-        ends = line_ends() if rule.reads_line_ends else frozenset()
-        return BlockChoices(rule, options.block_size or blocks.size, options.lossy_block_cache, ends)
-
-
-class Guidance(NamedTuple):
-    """Classifier-free guidance: the same text is read behind a prompt of masks."""
-
-    sequence: ReaderSequence
-    compared: Callable[[Logits, Logits], Logits]
-    """The logits to choose from, given those behind the prompt and behind the masks."""
-
-    @staticmethod
-    def of(stages: Sequence[LogitStage], readers: Sequence[SecondReader]) -> Guidance | None:
-        """The guidance of an answer whose strategies with a second reader have these stages; None without one."""
-        comparing = [stage.compared for stage in stages if isinstance(stage, ReaderStage)]
-        return Guidance(readers[0].sequence, comparing[0]) if comparing else None
+        ends = tokenizer.line_ends() if rule.reads_line_ends else frozenset()
+        stages = [each.start(SamplingParams(), graph_io.vocab_size, tokenizer) for each in options.strategies]
+        compared = [stage.compared for stage in stages if isinstance(stage, ReaderStage)]
+        guidance = Guidance(readers[0].sequence, compared[0]) if compared else None
+        return BlockChoices(rule, options.block_size or blocks.size, options.lossy_block_cache, ends, guidance)
 
 
 class _BlockText:
@@ -88,7 +95,6 @@ class _BlockText:
         log_softmax: LogSoftmax | None,
         limits: DecodeLimits,
         end: int,
-        guided: Callable[[Logits, Logits], Logits] | None,
     ) -> None:
         self._readers: Final = readers
         self._choices: Final = choices
@@ -96,7 +102,6 @@ class _BlockText:
         self._log_softmax: Final = log_softmax
         self._eos: Final = limits.eos
         self._end: Final = end
-        self._guided: Final = guided
         self.token_ids: Final = readers[0].token_ids
         """The known beginning of the text."""
         self.block = self._next_block()
@@ -110,8 +115,8 @@ class _BlockText:
         block = self.block
         masked = np.flatnonzero(~block.known)
         every, *others = (reader.logits_of(block, masked, self._end) for reader in self._readers)
-        if self._guided is not None:
-            every = [self._guided(*pair) for pair in zip(every, others[0], strict=True)]
+        if (guidance := self._choices.guidance) is not None:
+            every = [guidance.compared(*pair) for pair in zip(every, others[0], strict=True)]
         block.passes += 1
         found = [self._candidate(each, block.start + place) for place, each in zip(masked.tolist(), every, strict=True)]
         return self._keep(masked, found)
@@ -139,11 +144,10 @@ class _BlockText:
             reader.token_ids.extend(new)
         return new
 
-    def origins_of(self, count: int) -> tuple[DraftOrigin, ...]:
-        """How the `count` tokens came to be that were found last."""
+    def passes_of(self, count: int) -> tuple[int, ...]:
+        """The passes over the block that found the `count` tokens that were found last."""
         first = len(self.token_ids) - count - self.block.start
-        passes = self.block.filled_in[first : first + count].tolist()
-        return tuple(DraftOrigin(OriginKind.FILLED, block_pass=each) for each in passes)
+        return tuple(self.block.filled_in[first : first + count].tolist())
 
     def logprobs_of(self, count: int) -> tuple[PositionLogprobs, ...]:
         """Log-probabilities of the `count` tokens that were found last, if they were asked for."""
@@ -179,7 +183,6 @@ def block_decode(
     choices: BlockChoices,
     log_softmax: LogSoftmax | None = None,
     *,
-    guidance: Guidance | None = None,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
     """Continue `prompt_ids` block by block, and yield one `Step` per pass; arguments and errors as for `decode`.
@@ -187,7 +190,6 @@ def block_decode(
     Args:
         bound: the session of a graph with `GraphIO.blocks`.
         choices: how blocks are filled.
-        guidance: a second reader; None for none. Its stage is not among the sampler's.
 
     A step has the tokens that the pass added to the known beginning of the text: none if one before them is missing.
     Where all tokens attend to each other, the text is as long as `limits.max_tokens` from the start, or `USUAL_LENGTH`
@@ -204,12 +206,11 @@ def block_decode(
     sampler.observe_prompt(prompt_ids[:prompt_length])
     sampler.observe(prompt_ids[prompt_length:])
     readers = [_reader(bound, blocks, list(prompt_ids), choices)]
-    if guidance is not None:
-        guidance.sequence.continue_with([*[blocks.mask] * prompt_length, *prompt_ids[prompt_length:]])
-        other = guidance.sequence
+    if choices.guidance is not None:
+        other = choices.guidance.sequence
+        other.continue_with([*[blocks.mask] * prompt_length, *prompt_ids[prompt_length:]])
         readers.append(_reader(other.bound, blocks, other.token_ids, choices, hidden=prompt_length))
-    guided = None if guidance is None else guidance.compared
-    text = _BlockText(readers, choices, sampler, log_softmax, limits, len(prompt_ids) + remaining, guided)
+    text = _BlockText(readers, choices, sampler, log_softmax, limits, len(prompt_ids) + remaining)
     try:
         before = arena.length
         passes = text.read_prompt(limits)
@@ -219,7 +220,7 @@ def block_decode(
             if limits.cancelled():
                 raise Cancelled
             tokens = text.fill()
-            listed, origins = text.logprobs_of(len(tokens)), text.origins_of(len(tokens))
+            listed, found_in = text.logprobs_of(len(tokens)), text.passes_of(len(tokens))
             ends = [index for index, token in enumerate(tokens[:remaining]) if token in limits.eos]
             if ends:
                 finish, tokens, listed = FinishReason.STOP, tokens[: ends[0]], listed[: ends[0] + 1]
@@ -229,7 +230,8 @@ def block_decode(
                 text.advance()
             remaining -= len(tokens)
             sampler.observe(tokens)
-            yield Step(tokens, finish, logprobs=listed, origins=origins[: len(listed)])
+            origins = tuple(DraftOrigin(OriginKind.FILLED, block_pass=each) for each in found_in[: len(listed)])
+            yield Step(tokens, finish, logprobs=listed, origins=origins, block_passes=found_in[: len(tokens)])
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 

@@ -21,6 +21,7 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.methods import with_methods
 from edgerun.models.bundle import digest_file, open_bundle
+from support.block_models import FAMILIES as BLOCK_FAMILIES
 from support.nightly import some_nightly
 from support.shared_data import data_path
 from support.tiny_models import (
@@ -193,7 +194,7 @@ def test_contexts_are_those_of_the_checkpoint_up_to_a_limit(tmp_path) -> None:
 def test_every_architecture_file_has_a_tiny_model() -> None:
     # The others are language models of these families nested in a multimodal checkpoint, and models of blocks.
     nested = ("gemma3", "gemma4", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
-    assert supported_families() == sorted([*FAMILIES, *nested, "Fast_dLLM_Qwen", "sdar", "sdar_moe"])
+    assert supported_families() == sorted([*FAMILIES, *nested, *BLOCK_FAMILIES])
 
 
 @pytest.mark.parametrize("manifest", [True, False])
