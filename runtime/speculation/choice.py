@@ -20,6 +20,7 @@ _NAMES = {
     "medusa": Source.MEDUSA,
     "mtp": Source.MTP,
     "sparse": Source.SPARSE,
+    "jacobi": Source.JACOBI,
 }
 SOURCE_NAMES = dict.fromkeys(Source, "other") | {source: name for name, source in _NAMES.items()}
 SOURCE_NAMES[Source.GRAMMAR] = "grammar"

@@ -20,6 +20,7 @@ from .drafters.edit import EditDrafter
 from .drafters.history import HistoryDrafter
 from .drafters.history_store import HistoryStore
 from .drafters.interface import Drafter
+from .drafters.jacobi import JacobiDrafter
 from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter, NgramTable
 from .drafters.recycling import RecycledTable, RecyclingDrafter
@@ -90,6 +91,7 @@ class DrafterSet:
             None if shared.store is None else HistoryDrafter(shared.store, shared.vocab_size),
             None if shared.table is None else NgramDrafter(shared.table),
             RecyclingDrafter(shared.recycled),
+            JacobiDrafter(),
         )
         self._drafters: Final = {drafter.source: drafter for drafter in drafters if drafter is not None}
         self.model: Final = None if shared.new_draft_model is None else shared.new_draft_model()
@@ -138,7 +140,9 @@ class DrafterSet:
         chosen = choice.sources & available
         if recording is not None:
             # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
-            chosen -= {Source.RECYCLED}
+            chosen -= {Source.RECYCLED, Source.JACOBI}
+        if choice.automatic and not self._shared.cost.is_flat(len(request.prompt_ids)):
+            chosen -= {Source.JACOBI}
         rule = request.options.lossy if recording is None else None
         if rule is not None:
             self._check_lossy(model, chosen)

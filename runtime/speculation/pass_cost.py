@@ -35,6 +35,10 @@ BUCKET_ENDS: Final = (512, 2048, 8192, 32768, 131072)
 """Upper ends of the context buckets; attention reads the whole context, so each bucket, and the contexts beyond the
 last one, has its own t(m)."""
 
+_FLAT_WIDTH: Final = 16
+"""Number of tokens of the pass whose time is compared with that of a single token."""
+_FLAT: Final = 1.1
+"""The largest ratio of the two times that counts as the same."""
 _WINDOW: Final = 15
 _MIDDLE: Final = _WINDOW // 2
 _INHERITED_WEIGHT: Final = 4
@@ -190,6 +194,10 @@ class PassCost:
     def seconds(self, width: int, context: int) -> float:
         """Seconds of a pass over `width` tokens after `context` cached ones."""
         return float(self.curve(context, width)[width - 1])
+
+    def is_flat(self, context: int) -> bool:
+        """Whether a pass over several tokens takes about as long as one over one token, as in fixed-width graphs."""
+        return self.seconds(_FLAT_WIDTH, context) < _FLAT * self.seconds(1, context)
 
     def curve(self, context: int, max_width: int) -> npt.NDArray[np.float64]:
         """Seconds of passes over 1 to `max_width` tokens, float64 `[max_width]`, read-only."""

@@ -325,6 +325,9 @@ class Speculator:
             if drafter.logits_needed:
                 for place in path:
                     drafter.learn(tokens[place], logits[place])
+            if drafter.reads_rejected:
+                rejected = draft.tree.first_branch(path[-1])
+                drafter.learn_rejected([int(logits[node].argmax()) for node in rejected], len(path))
 
     def _update_prices(self, context: int) -> None:
         """Update the seconds of passes by tokens of this sequence, beside those of others, and the prices."""

@@ -46,6 +46,8 @@ class Source(IntEnum):
     """The multi-token-prediction module of the target."""
     SPARSE = 12
     """The target over a part of its cache."""
+    JACOBI = 13
+    """What the target said behind rejected draft tokens."""
 
 
 class Tree:
@@ -124,6 +126,14 @@ class Tree:
     def is_chain(self) -> bool:
         """Whether every node is the child of the node before it."""
         return all(parent == node - 1 for node, parent in enumerate(self.parent_nodes))
+
+    def first_branch(self, node: int) -> list[int]:
+        """The first child of a node, its first child, and so on."""
+        found: list[int] = []
+        while node in (behind := self.parent_nodes[node + 1 :]):
+            node += 1 + list(behind).index(node)
+            found.append(node)
+        return found
 
     @property
     def depths(self) -> Int32:

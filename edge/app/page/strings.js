@@ -652,6 +652,7 @@ export const strings = {
       ngram: "the n-gram table",
       recycle: "recycled candidates",
       model: "the draft model",
+      jacobi: "the pass before",
       other: "another drafter",
     },
     ids: (ids) => `${ids.length > 1 ? "ids" : "id"} ${ids.join(", ")}`,

@@ -65,6 +65,8 @@ class Drafter(Protocol):
     """Prior acceptance rate of every evidence bucket."""
     logits_needed: int = 0
     """Number of best logits of each verified position that `learn` needs; 0 if it learns nothing."""
+    reads_rejected: bool = False
+    """Whether `learn_rejected` is to be called."""
 
     def reset(self, token_ids: Sequence[int], /) -> None:
         """Replace the sequence. The new one may be the old one with a few tokens more, or an unrelated one."""
@@ -84,6 +86,15 @@ class Drafter(Protocol):
     def learn(self, token: int, logits: Logits, /) -> None:
         """Learn the target's logits float32 `[V]` after a token that was accepted."""
         del token, logits
+
+    def learn_rejected(self, tokens: Sequence[int], emitted: int, /) -> None:
+        """Learn the most probable tokens behind each rejected token of the best branch.
+
+        Args:
+            tokens: the first of them comes after the sequence that has the round's tokens too.
+            emitted: number of the round's tokens, which are appended afterwards.
+        """
+        del tokens, emitted
 
     def repetition(self) -> int:
         """Number of tokens at the end of the sequence that occurred before, if the drafter knows."""

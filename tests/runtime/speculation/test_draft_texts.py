@@ -77,6 +77,7 @@ def trimmed(bundle: Path) -> Path:
 KINDS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "suffix": ("suffix", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "recycle": ("recycle", lambda folder: write_bundle(folder, max_position_embeddings=600)),
+    "jacobi": ("jacobi", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "few slots": ("sparse", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "trimmed head": ("model", with_trimmed_draft),
     "layers of the target": ("model", with_skipped_layers),
