@@ -1,9 +1,9 @@
 """Jacobi decoding: what the target said behind rejected draft tokens, drafted for the next pass (Song et al. 2021).
 
-A pass gives a next token at every position, behind a wrong draft token too. That one is a guess, and may be right all
-the same: passes whose guesses are those of the pass before converge to the text of ordinary decoding ("Accelerating
+A pass gives a next token at every position, behind a wrong draft token too. That one is a prediction, and may be right all
+the same: passes whose predictions are those of the pass before converge to the text of ordinary decoding ("Accelerating
 feedforward computation via parallel nonlinear equation solving"; for text Santilli et al. 2023, arXiv 2305.10427). Few
-guesses are right, so they are worth positions that cost next to nothing.
+predictions are right, so they are worth positions that cost next to nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..tree import Source
 from .interface import Candidate, Drafter
 
 _WINDOW: Final = 16
-"""Number of positions that are guessed."""
+"""Number of positions that are predicted."""
 _OFF: Final = -1
-"""State behind a token that was not guessed."""
+"""State behind a token that was not predicted."""
 
 
 class JacobiDrafter(Drafter):
-    """A `Drafter` of the target's own guesses. Its buckets: no guess yet; a new guess; the same guess as before."""
+    """A `Drafter` of the target's own predictions. Its buckets: no prediction yet; a new prediction; the same prediction as before."""
 
     source = Source.JACOBI
     prior = (0.05, 0.1, 0.3)
@@ -31,13 +31,13 @@ class JacobiDrafter(Drafter):
 
     def __init__(self) -> None:
         self._last = 0
-        self._guesses: list[Candidate] = []
+        self._predictions: list[Candidate] = []
         self._verified = 0
-        """Number of tokens that are about to be appended and that the guesses come behind."""
+        """Number of tokens that are about to be appended and that the predictions come behind."""
 
     def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence; nothing is guessed yet."""
-        self._last, self._guesses, self._verified = token_ids[-1], [], 0
+        """Replace the sequence; nothing is predicted yet."""
+        self._last, self._predictions, self._verified = token_ids[-1], [], 0
 
     def append(self, token: int) -> None:
         """Append a token to the sequence."""
@@ -45,25 +45,25 @@ class JacobiDrafter(Drafter):
         if self._verified:
             self._verified -= 1
         else:
-            self._guesses = self._guesses[1:]
+            self._predictions = self._predictions[1:]
 
     def state(self) -> int:
         """The number of tokens behind the sequence: none."""
         return 0
 
     def after(self, state: int, token: int) -> int:
-        """One token more, as long as they are those that were guessed."""
+        """One token more, as long as they are those that were predicted."""
         return state + 1 if state != _OFF and token == self._at(state).token else _OFF
 
     def candidates(self, state: int) -> Sequence[Candidate]:
-        """The guess for the next token; where there is none, the last token of the sequence, to begin with."""
+        """The prediction for the next token; where there is none, the last token of the sequence, to begin with."""
         return (self._at(state),) if 0 <= state < _WINDOW else ()
 
     def learn_rejected(self, tokens: Sequence[int], emitted: int) -> None:
-        """Guess the target's tokens behind the rejected ones."""
-        pairs = zip_longest(tokens, self._guesses[emitted:][: len(tokens)])
-        self._guesses = [Candidate(token, 1 + (old is not None and old.token == token)) for token, old in pairs]
+        """Predict the target's tokens behind the rejected ones."""
+        pairs = zip_longest(tokens, self._predictions[emitted:][: len(tokens)])
+        self._predictions = [Candidate(token, 1 + (old is not None and old.token == token)) for token, old in pairs]
         self._verified = emitted
 
     def _at(self, state: int) -> Candidate:
-        return self._guesses[state] if state < len(self._guesses) else Candidate(self._last, 0)
+        return self._predictions[state] if state < len(self._predictions) else Candidate(self._last, 0)

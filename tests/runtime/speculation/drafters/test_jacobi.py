@@ -1,4 +1,4 @@
-"""Guesses behind rejected draft tokens."""
+"""Predictions behind rejected draft tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from edgerun.runtime.speculation.drafters.jacobi import JacobiDrafter
 from edgerun.runtime.speculation.tree import Tree
 
 
-def guesses(drafter: JacobiDrafter, count: int) -> list[tuple[int, int]]:
-    """Tokens and buckets along the branch that the drafter guesses."""
+def predictions(drafter: JacobiDrafter, count: int) -> list[tuple[int, int]]:
+    """Tokens and buckets along the branch that the drafter predictions."""
     state, found = drafter.state(), []
     for _ in range(count):
         (candidate,) = drafter.candidates(state)
@@ -16,29 +16,29 @@ def guesses(drafter: JacobiDrafter, count: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_guesses_follow_the_sequence_and_stable_ones_are_told_apart() -> None:
+def test_predictions_follow_the_sequence_and_stable_ones_are_told_apart() -> None:
     drafter = JacobiDrafter()
     drafter.reset([5, 6])
-    assert guesses(drafter, 2) == [(6, 0), (6, 0)]
+    assert predictions(drafter, 2) == [(6, 0), (6, 0)]
     # Both drafts of 6 were wrong: the target says 7, and 8 and 9 behind the wrong ones.
     drafter.learn_rejected([8, 9], 1)
     drafter.append(7)
-    assert guesses(drafter, 3) == [(8, 1), (9, 1), (7, 0)]
+    assert predictions(drafter, 3) == [(8, 1), (9, 1), (7, 0)]
     # 8 was right, so the target says 9 behind it in place of the draft; 10 behind that one, which was rejected.
     drafter.learn_rejected([10], 2)
     drafter.append(8)
     drafter.append(9)
-    assert guesses(drafter, 1) == [(10, 1)]
-    # 10 was wrong, and the same guess comes behind it.
+    assert predictions(drafter, 1) == [(10, 1)]
+    # 10 was wrong, and the same prediction comes behind it.
     drafter.reset([5])
     drafter.learn_rejected([3, 4, 2], 1)
     drafter.append(1)
     drafter.learn_rejected([4, 3], 1)
     drafter.append(9)
-    assert guesses(drafter, 2) == [(4, 2), (3, 1)]
-    # A token of a plain step takes the place of a guess.
+    assert predictions(drafter, 2) == [(4, 2), (3, 1)]
+    # A token of a plain step takes the place of a prediction.
     drafter.append(4)
-    assert guesses(drafter, 2) == [(3, 1), (4, 0)]
+    assert predictions(drafter, 2) == [(3, 1), (4, 0)]
     assert drafter.candidates(drafter.after(drafter.state(), 30)) == ()
 
 
