@@ -1,9 +1,9 @@
 """Jacobi decoding: what the target said behind rejected draft tokens, drafted for the next pass (Song et al. 2021).
 
-A pass gives a next token at every position, behind a wrong draft token too. That one is a prediction, and may be right all
-the same: passes whose predictions are those of the pass before converge to the text of ordinary decoding ("Accelerating
-feedforward computation via parallel nonlinear equation solving"; for text Santilli et al. 2023, arXiv 2305.10427). Few
-predictions are right, so they are worth positions that cost next to nothing.
+A pass gives a next token at every position, behind a wrong draft token too. That one is a prediction, and may be right
+all the same: passes whose predictions are those of the pass before converge to the text of ordinary decoding
+("Accelerating feedforward computation via parallel nonlinear equation solving"; for text Santilli et al. 2023, arXiv
+2305.10427). Few are right, so they are worth positions that cost next to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OFF: Final = -1
 
 
 class JacobiDrafter(Drafter):
-    """A `Drafter` of the target's own predictions. Its buckets: no prediction yet; a new prediction; the same prediction as before."""
+    """A `Drafter` of the target's own predictions. Its buckets: none yet; a new one; the same one as before."""
 
     source = Source.JACOBI
     prior = (0.05, 0.1, 0.3)
