@@ -19,8 +19,10 @@ import psutil
 ENGINES: Final = {
     "bare": ("bare_loop", "BareLoop"),
     "edge-run": ("edgerun_loop", "EdgeRunLoop"),
+    "edge-run-vision": ("vision_loop", "EdgeRunVision"),
     "genai": ("genai_loop", "GenaiLoop"),
     "llama": ("llama_loop", "LlamaLoop"),
+    "llama-vision": ("vision_loop", "LlamaVision"),
     "openvino": ("openvino_loop", "OpenvinoLoop"),
 }
 

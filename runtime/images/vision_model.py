@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
@@ -34,12 +36,13 @@ class VisionModel:
     Args:
         bundle: the model, which has a vision graph.
         config: how to run it.
+        cache: whether a tower with 8-bit products may be kept on disk.
 
     Raises:
         BundleError: config.json names a family that is not known, or lacks the image token.
     """
 
-    def __init__(self, bundle: Bundle, config: SessionConfig) -> None:
+    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
         self.processor: Final = processor_of(bundle)
         token: Any = next((self.processor.config.get(name) for name in ("image_token_id", "image_token_index")), None)
         if not is_whole(token, 0):
@@ -47,6 +50,8 @@ class VisionModel:
         self.token_id: Final[int] = token
         """Id of the tokens in whose places features stand."""
         self._graph: Final = bundle.graph.with_name(VISION_GRAPH_NAME)
+        self._bundle: Final = bundle
+        self._cache: Final = cache
         self._config: Final = config
         self._session: Any = None
         self._seen: Final[OrderedDict[bytes, SeenImage]] = OrderedDict()
@@ -86,16 +91,25 @@ class VisionModel:
         Raises:
             EdgeError: the graph cannot be loaded, or fails.
         """
+        inputs = self.processor.inputs(tile)
         if self._session is None:
-            self._session = load_graph(self._graph, self._config)[0]
+            self._session = load_graph(self._chosen_graph(inputs), self._config)[0]
         try:
-            features: Floats = self._session.run(None, self.processor.inputs(tile))[0]
+            features: Floats = self._session.run(None, inputs)[0]
         except ORT_ERRORS as error:
             raise run_failure("the vision tower", error) from error
         return features
 
+    def _chosen_graph(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Path:
+        """The tower with 8-bit products, where it can have one, else its own graph."""
+        if not self._cache:
+            return self._graph
+        from ..int8_prompts.int8_graph_files import int8_tower_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-def open_vision(bundle: Bundle, config: SessionConfig) -> VisionModel | None:
+        return int8_tower_path(self._bundle, inputs, self._config) or self._graph
+
+
+def open_vision(bundle: Bundle, config: SessionConfig, *, cache: bool) -> VisionModel | None:
     """The vision tower of a model, beside its own graph on the CPU; None for a model that reads text alone.
 
     Raises:
@@ -104,7 +118,7 @@ def open_vision(bundle: Bundle, config: SessionConfig) -> VisionModel | None:
     if config.device.kind is not DeviceKind.CPU or bundle.manifest is None or bundle.file(VISION_GRAPH_NAME) is None:
         return None
     # Idle threads must not spin beside the threads of the model's own graph.
-    return VisionModel(bundle, replace(config, shares_cores=True, kv_scales=None))
+    return VisionModel(bundle, replace(config, shares_cores=True, kv_scales=None), cache=cache)
 
 
 class SeenImage:

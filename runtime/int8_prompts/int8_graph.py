@@ -28,6 +28,8 @@ from ..graph.attention_edits import NodeList
 from .integer_weights import OPERATOR, BlockMatrix, Floats, IntegerRange, quantized_product
 
 SELECTED: Final = "logit_rows"
+TOWER_ATTENTION: Final = "MultiHeadAttention"
+"""Attention of vision towers, without a cache."""
 _OLDEST_OPSET: Final = 13
 """Version of ONNX's operators since which QuantizeLinear takes a scale for each token."""
 _AXES_AS_INPUT: Final = 18
@@ -65,6 +67,11 @@ class Int8Products:
     """By the name of some inputs: inputs of the product by whose steps they are still to be multiplied."""
 
     @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return sum((each.rows.stop - each.rows.start) * each.matrix.columns for each in self.products)
+
+    @property
     def input_names(self) -> list[str]:
         """Names of the different inputs, in order."""
         return list(dict.fromkeys(each.inputs for each in self.products))
@@ -78,10 +85,11 @@ def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> In
         kept: names of the outputs of products that are to stay as they are.
 
     Raises:
-        CannotRewriteError: there is none, or the graph has no attention that keeps a cache in place.
+        CannotRewriteError: there is none, or the graph has no attention that keeps a cache in place, or a tower's.
     """
     nodes = list(editor.graph.node)
-    if all(each.op_type != ATTENTION for each in nodes):
+    attentions = {ATTENTION, TOWER_ATTENTION}
+    if all(each.op_type not in attentions for each in nodes):
         raise CannotRewriteError(f"its graph has no {ATTENTION}")
     if _opset(editor) < _OLDEST_OPSET:
         raise CannotRewriteError(f"its graph uses version {_opset(editor)} of ONNX's operators")
@@ -96,7 +104,7 @@ def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> In
     for each in nodes:
         if each.op_type != OPERATOR or each.input[0] in narrow or each.output[0] in kept:
             continue
-        if not _leads_to(each.output[0], consumers, {ATTENTION, OPERATOR}):
+        if not _leads_to(each.output[0], consumers, {*attentions, OPERATOR}):
             continue  # the LM head
         try:
             matrix = BlockMatrix.of(editor, each)
@@ -134,8 +142,6 @@ class _Rewriting:
         self._products = {each.name: each for each in found.products}
         self._steps: dict[str, str] = {}
         """Steps `[tokens, 1]` of quantized inputs, by name."""
-        self._zeros = ""
-        """Zero points of all tokens, `[tokens]`."""
         self._one = editor.constant("one", np.array(1, np.float32))
         self._zero = editor.constant("zero", np.array(limits.activation, np.uint8))
         self._inverse_limit = editor.constant("inverse.limit", np.array(1 / limits.activation, np.float32))
@@ -173,10 +179,9 @@ class _Rewriting:
         low = code.add("ReduceMin", reduced, **attributes)
         largest = code.add("Max", [high, code.add("Neg", [low])])
         step = code.add("Mul", [largest, self._inverse_limit])
-        if not self._zeros:
-            self._zeros = code.add("ConstantOfShape", [code.add("Shape", [step])], value=self._fill)
+        zeros = code.add("ConstantOfShape", [code.add("Shape", [step])], value=self._fill)
         # A token of zeros has a step of 0 and any codes: their product is multiplied with 0.
-        code.add("QuantizeLinear", [inputs, step, self._zeros], _codes(inputs), axis=1)
+        code.add("QuantizeLinear", [inputs, step, zeros], _codes(inputs), axis=1)
         column = code.add("Unsqueeze", [step, self._editor.integers("last.axis", 1)])
         if extra := self._found.extra_steps.get(inputs):
             column = code.add("Mul", [column, self._steps[extra]])

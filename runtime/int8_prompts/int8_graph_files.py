@@ -10,11 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from ...errors import EdgeError
-from ...models.bundle import GRAPH_NAME, Bundle
+from ...models.bundle import GRAPH_NAME, VISION_GRAPH_NAME, Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
@@ -30,7 +34,7 @@ from ..graph.packed_files import (
     verify_folder,
     written_folder,
 )
-from ..graph.session import SessionConfig
+from ..graph.session import SessionConfig, load_graph
 from ..kv.cache_scales import KVFormat
 from .int8_graph import SELECTED, Int8Products, find_products, use_integers
 from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, PackedWeightsWriter, products_overflow, to_integers
@@ -47,6 +51,8 @@ _FORMAT: Final = 3
 _WEIGHTS: Final = "int8.data"
 _BYTES_PER_WEIGHT: Final = 2
 """On disk: the integers, and the same packed."""
+_MOST_DIFFERENCE: Final = 0.1
+"""Most that features of a tower with 8-bit products may differ, relative to their norm: 0.01 to 0.04 for tiny models."""
 _SPARE_BYTES: Final = 64 << 20
 """What has to stay free on the disk beside an int8 graph."""
 
@@ -71,17 +77,22 @@ def int8_graph_path(
     folder = _folder_of(bundle)
     if is_intact(folder):
         return folder / GRAPH_NAME
-    if not make:
-        return None
-    try:
-        _write(folder, bundle, config, progress)
-    except CannotRewriteError:
-        return None
-    except (OSError, EdgeError, MemoryError) as error:
-        reason = "there is too little memory" if isinstance(error, MemoryError) else str(error)
-        _log.warning("%s reads prompts without 8-bit products: %s", bundle.folder.name, reason)
+    if not make or not _made(bundle, "reads prompts", lambda: _write(folder, bundle, config, progress)):
         return None
     return folder / GRAPH_NAME
+
+
+def _made(bundle: Bundle, what: str, write: Callable[[], None]) -> bool:
+    """Write an int8 graph; whether there is one now."""
+    try:
+        write()
+    except CannotRewriteError:
+        return False
+    except (OSError, EdgeError, MemoryError) as error:
+        reason = "there is too little memory" if isinstance(error, MemoryError) else str(error)
+        _log.warning("%s %s without 8-bit products: %s", bundle.folder.name, what, reason)
+        return False
+    return True
 
 
 def int8_graph_obstacle(bundle: Bundle) -> str | None:
@@ -132,24 +143,70 @@ def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progre
     limits = NARROW_RANGE if products_overflow() else FULL_RANGE
     editor, found = _chosen_products(bundle, config, limits)
     progress(STAGE, _CHOOSING)
-    weights = sum((each.rows.stop - each.rows.start) * each.matrix.columns for each in found.products)
-    needed = _BYTES_PER_WEIGHT * weights + editor.model.ByteSize() + _SPARE_BYTES
-    with written_folder(folder, needed) as staging:
-        with (staging / _WEIGHTS).open("xb") as file:
-            writer, done = PackedWeightsWriter(file, staging), 0
-            for each in found.products:
-                factors = {"column_factors": each.column_factors, "row_factors": each.row_factors}
-                integers, scales = to_integers(each.matrix, limits.weight, rows=each.rows, **factors)
-                editor.add(writer.add_packed(f"{each.name}.int8", integers, limits.activation))
-                editor.add(writer.add(f"{each.name}.int8.scales", scales))
-                done += integers.size
-                progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / weights)
-        use_integers(editor, found, limits)
+    with written_folder(folder, _needed_bytes(editor, found)) as staging:
+        _add_integers(editor, found, limits, staging, progress)
         attend_from_last(editor, SELECTED)
         editor.drop_unused(keep_inputs=False)
-        _share_weights(editor, bundle, staging)
+        _share_weights(editor, _use_packed(editor, bundle), staging)
         (staging / GRAPH_NAME).write_bytes(editor.serialized())
     progress(STAGE, 1.0)
+
+
+def _needed_bytes(editor: GraphEditor, found: Int8Products) -> int:
+    """Bytes of the disk that an int8 graph needs."""
+    return _BYTES_PER_WEIGHT * found.weights + int(editor.model.ByteSize()) + _SPARE_BYTES
+
+
+def _add_integers(
+    editor: GraphEditor, found: Int8Products, limits: IntegerRange, folder: Path, progress: Progress = silent
+) -> None:
+    """Let products be of integers, which are written into a folder."""
+    with (folder / _WEIGHTS).open("xb") as file:
+        writer, done = PackedWeightsWriter(file, folder), 0
+        for each in found.products:
+            factors = {"column_factors": each.column_factors, "row_factors": each.row_factors}
+            integers, scales = to_integers(each.matrix, limits.weight, rows=each.rows, **factors)
+            editor.add(writer.add_packed(f"{each.name}.int8", integers, limits.activation))
+            editor.add(writer.add(f"{each.name}.int8.scales", scales))
+            done += integers.size
+            progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / found.weights)
+    use_integers(editor, found, limits)
+
+
+def int8_tower_path(bundle: Bundle, inputs: Mapping[str, npt.NDArray[Any]], config: SessionConfig) -> Path | None:
+    """The vision tower of a model with 8-bit products: its copy in the cache, made now if necessary.
+
+    Args:
+        bundle: the model.
+        inputs: inputs of the tower for an image. Where its features differ by more than `_MOST_DIFFERENCE` from those
+            of the model's own tower, the copy has no 8-bit products.
+        config: how the tower is run.
+
+    Returns:
+        The graph; None where the tower can have none, or it could not be made (one warning says why).
+    """
+    folder = packed_folder("tower-int8", _FORMAT, bundle.fingerprint, RUNTIME_BUILD, processor())
+    made = is_intact(folder) or _made(bundle, "sees", lambda: _write_tower(folder, bundle, inputs, config))
+    return folder / VISION_GRAPH_NAME if made else None
+
+
+def _write_tower(folder: Path, bundle: Bundle, inputs: Mapping[str, npt.NDArray[Any]], config: SessionConfig) -> None:
+    """Make the tower; errors as for `_write`."""
+    source = bundle.graph.with_name(VISION_GRAPH_NAME)
+    limits = NARROW_RANGE if products_overflow() else FULL_RANGE
+    editor, plain = GraphEditor(source), GraphEditor(source)
+    found = find_products(editor)
+    with written_folder(folder, _needed_bytes(editor, found)) as staging:
+        _add_integers(editor, found, limits, staging)
+        editor.drop_unused(keep_inputs=True)
+        graph = staging / VISION_GRAPH_NAME
+        _share_weights(editor, source, staging)
+        graph.write_bytes(editor.serialized())
+        rounded, own = (load_graph(each, config)[0].run(None, dict(inputs))[0] for each in (graph, source))
+        if np.linalg.norm(rounded - own) > _MOST_DIFFERENCE * np.linalg.norm(own):
+            _log.warning("%s sees without 8-bit products, which are too coarse for its tower", bundle.folder.name)
+            _share_weights(plain, source, staging)
+            graph.write_bytes(plain.serialized())
 
 
 def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange) -> tuple[GraphEditor, Int8Products]:
@@ -176,12 +233,11 @@ def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange
         coarse |= more
 
 
-def _share_weights(editor: GraphEditor, bundle: Bundle, folder: Path) -> None:
-    """Link the model's own data files into a folder, and refer to them; where there are no links, copy the weights.
+def _share_weights(editor: GraphEditor, source: Path, folder: Path) -> None:
+    """Link the data files beside a graph into a folder, and refer to them; where there are no links, copy the weights.
 
     The files are those that the model is loaded from, so that their pages are in memory once.
     """
-    source = _use_packed(editor, bundle)
     names: dict[str, str] = {}
     for each in editor.graph.initializer:
         if each.data_location != EXTERNAL or (location := _location(each)).value == _WEIGHTS:
@@ -190,7 +246,8 @@ def _share_weights(editor: GraphEditor, bundle: Bundle, folder: Path) -> None:
             names[location.value] = f"shared-{len(names)}.data"
             data, link = source.parent / location.value, folder / names[location.value]
             try:
-                os.link(data, link)
+                if not link.exists():
+                    os.link(data, link)
             except OSError:  # this file system, or one of two, has no second names of files
                 shutil.copyfile(data, link)
         location.value = names[location.value]
