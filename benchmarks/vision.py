@@ -14,11 +14,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
+
 from artifacts import made_once
 from checkpoints import write_checkpoint
 from edgerun.export import ExportRecipe, WeightFormat, export_checkpoint
 from peer_models import LlamaTools, run_tool
-from PIL import Image
 from processes import Worker
 from vision_shapes import VISION_SHAPES, VisionShape
 

@@ -13,7 +13,7 @@ class EdgeRunVision:
     """A bundle with a vision tower."""
 
     def __init__(self, model: Path, threads: int) -> None:
-        import edgerun
+        import edgerun  # noqa: PLC0415 -- not in llama.cpp's environment
 
         self._engine = edgerun.load(model, threads=threads)
 
@@ -31,8 +31,8 @@ class LlamaVision:
     """A GGUF model and its mmproj file, as llama-mtmd-cli runs them: passes of up to 512 tokens."""
 
     def __init__(self, model: Path, mmproj: str, threads: int, capacity: int) -> None:
-        import llama_cpp
-        from llama_cpp import mtmd_cpp
+        import llama_cpp  # noqa: PLC0415 -- not in edge-run's environment
+        from llama_cpp import mtmd_cpp  # noqa: PLC0415 -- as above
 
         self._llama, self._mtmd = llama_cpp, mtmd_cpp
         self._silent = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)

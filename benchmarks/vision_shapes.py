@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shapes import Shape
 from tokenizers import AddedToken, Tokenizer
+
+from shapes import Shape
 
 _TEMPLATE: Final = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -35,7 +36,7 @@ class VisionShape(Shape):
         tokenizer.add_special_tokens(tokens)
         tokenizer.save(str(folder / "tokenizer.json"))
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["image_token_id"] = tokenizer.token_to_id(self.image_token)
+        config["image_token_id"] = tokenizer.token_to_id(self.slot)
         _write(folder / "config.json", config)
         (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("PLACEHOLDER", self.placeholder), "utf-8")
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -45,14 +46,14 @@ class VisionShape(Shape):
             _write(folder / name, value)
 
     @property
-    def image_token(self) -> str:
+    def slot(self) -> str:
         """The token of each feature."""
         raise NotImplementedError
 
     @property
     def placeholder(self) -> str:
         """What the chat template writes for an image."""
-        return self.image_token
+        return self.slot
 
     def image_tokens(self) -> list[str]:
         """All tokens around and in images."""
@@ -98,7 +99,7 @@ def _norm(name: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 class SmolVlmShape(VisionShape):
     """SmolVLM: tiles of 512 pixels through SigLIP, four times four patches a token."""
 
-    image_token = "<image>"
+    slot = "<image>"
 
     def image_tokens(self) -> list[str]:
         """See `VisionShape.image_tokens`."""
@@ -170,7 +171,7 @@ class SmolVlmShape(VisionShape):
 class Qwen3VlShape(VisionShape):
     """Qwen3-VL: images in their own size, two times two patches a token, features for three layers."""
 
-    image_token = "<|image_pad|>"
+    slot = "<|image_pad|>"
     placeholder = "<|vision_start|><|image_pad|><|vision_end|>"
 
     def image_tokens(self) -> list[str]:

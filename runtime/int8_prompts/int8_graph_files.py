@@ -52,7 +52,7 @@ _WEIGHTS: Final = "int8.data"
 _BYTES_PER_WEIGHT: Final = 2
 """On disk: the integers, and the same packed."""
 _MOST_DIFFERENCE: Final = 0.1
-"""Most that features of a tower with 8-bit products may differ, relative to their norm: 0.01 to 0.04 for tiny models."""
+"""Most that features of a tower with 8-bit products may differ, relative to their norm: up to 0.04 for tiny models."""
 _SPARE_BYTES: Final = 64 << 20
 """What has to stay free on the disk beside an int8 graph."""
 
