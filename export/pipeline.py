@@ -34,6 +34,7 @@ from .drafts.make_draft import DraftRequest, require_draft
 from .drafts.mtp_draft import has_mtp_module
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
+from .npu.static_shapes import require_block_width
 from .optimum_path import export_by_optimum, needs_optimum
 from .quantization.methods import with_methods
 from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, DeviceChoice, ExportRecipe, WeightChoice
@@ -244,12 +245,14 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
             "leave --device npu out",
         )
     of_own_layers = draft == DraftRequest()
-    fills_blocks = False
+    of_blocks = False
     if keeps_states := config.state_layers is not None:
         has = "convolution" if isinstance(config.state_layers, ConvolutionConfig) else "linear attention"
         has += " layers"
-    elif fills_blocks := config.blocks is not None:
+    elif config.blocks is not None:
         has = "blocks of masked tokens"
+        if of_blocks := recipe.device == DeviceChoice.NPU and not config.blocks.bidirectional:
+            require_block_width(recipe.widths, config.blocks.size)
     elif not config.uniform:
         has = "layers that differ in their heads, caches or inputs"
     elif config.experts is not None and of_own_layers:
@@ -265,8 +268,8 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
         "--draft": draft is not None and draft.kind is None and (of_own_layers or not keeps_states),
         "--report": recipe.report and not keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,
-        "--device npu": recipe.device == DeviceChoice.NPU,
-        "--device gpu": recipe.device == DeviceChoice.GPU and (keeps_states or fills_blocks),
+        "--device npu": recipe.device == DeviceChoice.NPU and not of_blocks,
+        "--device gpu": recipe.device == DeviceChoice.GPU and (keeps_states or config.blocks is not None),
     }
     for choice in (name for name, is_asked in asked.items() if is_asked):
         raise InputError(f"{choice}: not supported for {config.family} models, which have {has}", "leave it out")

@@ -391,7 +391,7 @@ class Generation:
 def _needs_whole_logits(request: Request, speculator: Speculator | None, graph_io: GraphIO) -> bool:
     """Whether an answer needs more logits of a position than the best ones, which a device can give alone."""
     sampling = request.sampling
-    special = (request.grammar, request.rank, request.search, request.options.strategies or None)
+    special = (request.grammar, request.rank, request.search, request.options.strategies or None, graph_io.blocks)
     if sampling.adjusts or request.needs_logprobs or any(each is not None for each in special):
         return True
     # Near ties are found by the difference of the best two.

@@ -53,6 +53,18 @@ def parse_sizes(widths: Sizes, contexts: Sizes) -> tuple[tuple[int, ...], tuple[
     return numbers, None if contexts is None else _numbers("--contexts", contexts, "numbers of tokens, 1 or more")
 
 
+def require_block_width(widths: Sizes, size: int) -> None:
+    """Check that there is a graph that gives the logits of a block of `size` tokens.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not any(size <= width <= WIDEST_WITH_ALL_LOGITS for width in parse_sizes(widths, None)[0]):
+        what = f"--widths has no graph for the logits of a block of {size} tokens"
+        most = WIDEST_WITH_ALL_LOGITS
+        raise InputError(what, f"give --widths 1,{size},128" if size <= most else f"blocks of {most} and fewer can run")
+
+
 def static_shapes(widths: Sizes, contexts: Sizes, context: int) -> tuple[StaticShape, ...]:
     """The static shapes for a model that serves `context` positions, in ascending order of context and width.
 

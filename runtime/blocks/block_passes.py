@@ -111,7 +111,8 @@ class CausalBlocks(BlockReader):
             if limits.cancelled():
                 raise Cancelled
             limits.progress(READING_PROMPT, (arena.length - first) / (end - first))
-            count = min(max(PREFILL_TOKENS // size, 1) * size, end - arena.length)
+            width = self.bound.prefill_width(PREFILL_TOKENS, end - arena.length)
+            count = min(max(width // size, 1) * size, end - arena.length)
             self._forward(self.token_ids[arena.length : arena.length + count], [count - 1])
             arena.commit(count)
             passes += 1

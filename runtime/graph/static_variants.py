@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from ...errors import BundleError
+from ...errors import BundleError, EdgeError
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.model_messages import read_model
@@ -141,6 +141,11 @@ class BoundStaticGraphs(BoundGraph):
         while start < ids.size:
             width = self._width_for(ids.size - start, wanted - start)
             end = min(start + width, ids.size)
+            while visible[start:end, cached + end :].any():  # tokens that attend to later ones run together with them
+                end -= 1
+            if end == start:
+                what = f"the model's graphs for NPUs take {width} tokens, fewer than attend to each other"
+                raise EdgeError(what, "export the model with more --widths, one of them the size of its blocks")
             rows = np.flatnonzero((wanted >= start) & (wanted < end))
             logits, next_ids = self._graphs.session(width, arena.capacity).run(
                 buffers,
@@ -230,4 +235,5 @@ def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> Grap
         logits=logits,
         logits_mode=LogitsMode.ALL,
         causal=False,
+        blocks=bundle.manifest.architecture.blocks,
     )

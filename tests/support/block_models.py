@@ -16,6 +16,11 @@ from safetensors.numpy import load_file, save_file
 
 from edgerun.export.check import reference
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
+from edgerun.runtime.blocks.block_decode import BlockChoices, block_decode
+from edgerun.runtime.blocks.commit_rules import CommitRule
+from edgerun.runtime.decode import DecodeLimits
+from edgerun.runtime.graph.session import DecoderGraph
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from support.tiny_models import exported, write_checkpoint, write_json
 
 FAMILIES: Final = {
@@ -150,3 +155,13 @@ class NaiveBlocks:
                     cells[int(place)] = int(token)
             text = cells
         return text[len(prompt) :][:count]
+
+
+def answer(graph: DecoderGraph, prompt: Sequence[int], rule: str, count: int = 40) -> list[int]:
+    """Greedy tokens that a graph gives by a rule."""
+    bound = graph.bind(graph.arena(256))
+    bound.whole_logits = True
+    sampler, choices = Sampler(SamplingParams(), graph.graph_io.vocab_size), BlockChoices(CommitRule.parse(rule), 8)
+    return [
+        token for step in block_decode(bound, prompt, sampler, DecodeLimits(count), choices) for token in step.tokens
+    ]

@@ -300,7 +300,7 @@ def test_what_does_not_go_with_the_kind_of_model_is_refused(
 def test_an_export_refuses_what_reads_text_in_order(tmp_path: Path) -> None:
     write_block_model(tmp_path)
     for recipe, choice in (
-        (ExportRecipe(device=DeviceChoice.NPU), "--device npu"),
+        (ExportRecipe(device=DeviceChoice.GPU), "--device gpu"),
         (ExportRecipe(layout=GraphLayout.GENAI), "--layout genai"),
         (ExportRecipe(report=True), "--report"),
     ):
