@@ -235,5 +235,5 @@ def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> Grap
         logits=logits,
         logits_mode=LogitsMode.ALL,
         causal=False,
-        blocks=bundle.manifest.architecture.blocks,
+        blocks=None if bundle.manifest is None else bundle.manifest.architecture.blocks,
     )
