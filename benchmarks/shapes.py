@@ -86,6 +86,43 @@ class Qwen2Shape(Shape):
         }
 
 
+class Gemma3Shape(Shape):
+    """Sizes of a Gemma 3 model for text alone: five layers of six attend to a window."""
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """See `Shape.tensors`."""
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{layer}.{norm}.weight", (self.hidden,)
+            for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                yield f"{layer}.{norm}.weight", (self.hidden,)
+            for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
+                yield f"{layer}.self_attn.{name}_proj.weight", (heads * self.head_dim, self.hidden)
+            yield f"{layer}.self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)
+            for norm in ("q_norm", "k_norm"):
+                yield f"{layer}.self_attn.{norm}.weight", (self.head_dim,)
+            yield f"{layer}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{layer}.mlp.down_proj.weight", (self.hidden, self.intermediate)
+        yield "model.norm.weight", (self.hidden,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """See `Shape.config`."""
+        return {
+            **self._config("Gemma3ForCausalLM", "gemma3_text", dtype),
+            "head_dim": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": self.head_dim,
+            "rms_norm_eps": 1e-6,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "attention_bias": False,
+        }
+
+
 @dataclass(frozen=True)
 class Lfm2Shape(Shape):
     """Sizes of an LFM2 model: gated convolutions over three tokens in the layers that have no attention."""
@@ -219,6 +256,7 @@ SHAPES: Final[dict[str, Shape]] = {
         Qwen2Shape("tiny", 512, 128, 2, 256, 4, 2, 32, 2048),
         Qwen2Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
         Qwen2Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
+        Gemma3Shape("gemma3-1b", 262144, 1152, 26, 6912, 4, 1, 256),
         Qwen35Shape("qwen3.5-0.8b", 248320, 1024, 24, 3584, 8, 2, 256, 262_144),
         Lfm2Shape("lfm2-350m", 65536, 1024, 16, 4608, 16, 8, 64, 128_000, (2, 5, 8, 10, 12, 14)),
     )

@@ -15,8 +15,8 @@ import numpy as np
 from ...models.graph_variant import Precision
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node, shape_of, value_info
-from ..graph.attention_edits import BIAS, input_at, rotate_outside, serve_plain_passes, window_of
 from ..graph.attention_edits import OPERATOR as ATTENTION
+from ..graph.attention_edits import rotate_outside, serve_plain_passes, take_windows
 from .expanded_codes import compute_in_float, expand_embedding, expand_matrices
 from .float16_form import use_half_precision
 
@@ -56,7 +56,9 @@ def gpu_graph(graph: Path, form: GpuForm, *, plain: bool = False) -> bytes:
         serve_plain_passes(editor)
     else:
         rotate_outside(editor)
-        _take_window_biases(editor)
+        # The nodes that compute these biases work with int64, for which WebGPU leaves some of them to the CPU, and are
+        # ten small kernels in every pass.
+        take_windows(editor)
     compute_in_float(editor)
     expand_embedding(editor, form.gathers_blocks)
     expand_matrices(editor, form.matmul_bits)
@@ -106,24 +108,6 @@ def _return_best_tokens(editor: GraphEditor) -> None:
     rows = shape[0] if shape[0] is not None else "rows"
     editor.graph.output.append(value_info(TOP_IDS, np.int64, (rows, count)))
     editor.graph.output.append(value_info(TOP_LOGITS, np.float32, (rows, count)))
-
-
-def _take_window_biases(editor: GraphEditor) -> None:
-    """Let the caller compute the bias of layers with a sliding window.
-
-    It becomes an input `attention_bias_{window}` for each size. The nodes that compute it work with int64, for which
-    WebGPU leaves some of them to the CPU, and are ten small kernels in every pass.
-    """
-    for each in editor.graph.node:
-        found = window_of(editor, input_at(each, BIAS)) if each.op_type == ATTENTION else None
-        if found is not None:
-            own, window = found
-            name = f"attention_bias_{window}"
-            if name not in editor.input_names:
-                value = editor.graph.input.add()
-                value.CopyFrom(next(value for value in editor.graph.input if value.name == own))
-                value.name = name
-            each.input[BIAS] = name
 
 
 @cache

@@ -23,7 +23,10 @@ OPERATOR: Final = "GroupQueryAttention"
 POSITIONS, BIAS = 9, 10
 """Places of the operator's inputs."""
 WINDOW: Final = "local_window_size"
+WINDOW_BIAS: Final = "attention_bias_"
+"""What the names of biases of layers with a sliding window begin with; the size of the window follows."""
 _QUERY, _KEY, _VALUE, _PAST_KEY = 0, 1, 2, 3
+_LAST_SLOT, _TOTAL = 5, 6
 _COSINES, _SINES = 7, 8
 _SINKS = 11
 """Places of the operator's inputs."""
@@ -125,6 +128,40 @@ def window_of(editor: GraphEditor, bias: str) -> tuple[str, int] | None:
         return None
     width = editor.array(far.input[1])
     return None if width is None or width.size != 1 else (str(where.input[2]), int(width.reshape(-1)[0]))
+
+
+def take_windows(editor: GraphEditor, *, from_later_slots: bool = False) -> bool:
+    """Let the caller compute the bias of layers with a sliding window: an input `attention_bias_{window}` of each size.
+
+    Args:
+        editor: a graph that follows the graph contract.
+        from_later_slots: whether such layers also take lengths of their own, `seqlens_k_{window}` and
+            `total_sequence_length_{window}`, so that their cache may begin at a later slot (`graph_io.first_slot`).
+            The dimension of its slots is then called `window_{window}`.
+
+    Returns:
+        Whether there are such layers.
+    """
+    inputs = {each.name: each for each in editor.graph.input}
+    places = (BIAS, _LAST_SLOT, _TOTAL) if from_later_slots else (BIAS,)
+    has_windows = False
+    for each in editor.graph.node:
+        found = window_of(editor, input_at(each, BIAS)) if each.op_type == OPERATOR else None
+        if found is None:
+            continue
+        has_windows = True
+        each.input[BIAS], window = found
+        for place in places:
+            name = f"{each.input[place]}_{window}"
+            if name not in inputs:
+                inputs[name] = editor.graph.input.add()
+                inputs[name].CopyFrom(inputs[each.input[place]])
+                inputs[name].name = name
+            each.input[place] = name
+        for past in each.input[_PAST_KEY : _PAST_KEY + 2] if from_later_slots else ():
+            if past in inputs:  # else another layer has written them
+                inputs[past].type.tensor_type.shape.dim[2].dim_param = f"window_{window}"
+    return has_windows
 
 
 def input_at(of: Message, place: int) -> str:

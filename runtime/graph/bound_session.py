@@ -21,7 +21,7 @@ from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
 from .bound_graph import ALONE, BoundGraph, NewTokens, OtherTexts
-from .graph_io import Floats, GraphIO, LogitsMode
+from .graph_io import Floats, GraphIO, LogitsMode, first_slot
 from .ort import ORT_ERRORS, run_failure, run_options
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
@@ -62,6 +62,10 @@ class BoundSession(BoundGraph):
         # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
         self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         self.graph_io = graph_io
+        self._by_window: Final[dict[int, list[int]]] = {}
+        """Indices of the cache tensors by the windows of their layers."""
+        for index, tensor in enumerate(graph_io.cache):
+            self._by_window.setdefault(tensor.window, []).append(index)
         self.use(arena)
         self._inputs: Final = PassInputs(self._io, graph_io)
         self._logits: LogitsOutput = self._logits_output()
@@ -78,7 +82,8 @@ class BoundSession(BoundGraph):
         # Between two passes, asking for the class of an object with an abstract base takes 20 us.
         self._growing = arena if isinstance(arena, GrowingArena) else None
         self._in_place = arena if isinstance(arena, _IN_PLACE) else None
-        self._bound_generation: object = -1
+        self._bound_slots: dict[int, tuple[object, int]] = {}
+        """By the windows of layers: what is bound of their caches, the arena's generation and the first slot."""
 
     def release_shared(self) -> None:
         """Let go of what shared passes hold of the caches of their texts."""
@@ -234,16 +239,22 @@ class BoundSession(BoundGraph):
         in_place = self._in_place
         if self._growing is not None:
             self._bind_growing(self._io, width, with_past=True)
-        elif in_place is not None and self._bound_generation != (now := in_place.generation):
-            # The graph writes new slots in place: the buffer of every tensor is both past and present.
-            for value, tensor in zip(self._cache_values(in_place.buffers), self.graph_io.cache, strict=True):
-                self._io.bind_ortvalue_input(tensor.past, value)
-                self._io.bind_ortvalue_output(tensor.present, value)
-            self._bound_generation = now
+        elif in_place is not None:
+            generation, base = in_place.generation, in_place.length
+            for window, members in self._by_window.items():
+                bound = generation, first_slot(window, base) if window else 0
+                if self._bound_slots.get(window) != bound:
+                    # The graph writes new slots in place: the buffer of every tensor is both past and present.
+                    values = self._cache_values(in_place.buffers, members, bound[1])
+                    for value, tensor in zip(values, (self.graph_io.cache[index] for index in members), strict=True):
+                        self._io.bind_ortvalue_input(tensor.past, value)
+                        self._io.bind_ortvalue_output(tensor.present, value)
+                    self._bound_slots[window] = bound
 
-    def _cache_values(self, buffers: CacheBuffers) -> Sequence[ort.OrtValue]:
+    def _cache_values(self, buffers: CacheBuffers, members: Sequence[int], first: int) -> Sequence[ort.OrtValue]:
+        """The buffers of some of the tensors, from the slot `first` on."""
         assert isinstance(buffers, NumpyBuffers)  # noqa: S101  others are a device's
-        return [wrapped(array) for array in buffers.arrays]
+        return [wrapped(buffers.from_slot(index, first)) for index in members]
 
     def _bind_growing(self, io: Any, width: int, *, with_past: bool) -> None:
         assert self._growing is not None  # noqa: S101  other caches are bound once

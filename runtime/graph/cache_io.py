@@ -45,6 +45,8 @@ _KINDS: Final = {"conv": "convolution"}
 """Words for the content of states whose usual name is another."""
 _UPDATES: Final = "updates"
 """Word in the names of inputs with updates of states."""
+_WINDOW: Final = re.compile("window_([1-9][0-9]*)")
+"""Name of the dimension of slots in layers with a sliding window; see `attention_edits.take_windows`."""
 _SELECTED_LOGITS: Final = "logit_rows"
 """An input that only graphs have that follow the graph contract."""
 
@@ -112,7 +114,9 @@ def find_cache(
         present = presents[part]
         if past.type != present.type:
             raise unsupported(f"{where} takes {past.name} as {past.type} and gives {present.name} as {present.type}")
-        tensors.append(CacheTensor(past.name, present.name, _tensor_type(past, present, where, sizes)))
+        tensor_type = _tensor_type(past, present, where, sizes)
+        window = _WINDOW.fullmatch(str(past.shape[tensor_type.axis]))
+        tensors.append(CacheTensor(past.name, present.name, tensor_type, int(window[1]) if window else 0))
     return tuple(tensors)
 
 

@@ -7,6 +7,7 @@ only the best ones, those are all that is copied back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -113,7 +114,7 @@ class DeviceSession(BoundSession):
             top = None if self.whole_logits else self.graph_io.top
             if top is not self._logits.top:
                 self._io.clear_binding_outputs()
-                self._bound_generation = -1
+                self._bound_slots.clear()
                 self._logits.top = top
                 self._logits.count = 0  # so that they are bound again
             logits = super()._run_pass(new)
@@ -128,5 +129,7 @@ class DeviceSession(BoundSession):
     def _logits_output(self) -> DeviceLogits:
         return DeviceLogits(self._io, self.graph_io, self._inputs)
 
-    def _cache_values(self, buffers: CacheBuffers) -> list[ort.OrtValue]:
-        return buffers.values if isinstance(buffers, DeviceBuffers) else list(super()._cache_values(buffers))
+    def _cache_values(self, buffers: CacheBuffers, members: Sequence[int], first: int) -> Sequence[ort.OrtValue]:
+        if isinstance(buffers, DeviceBuffers):
+            return [buffers.values[index] for index in members]
+        return super()._cache_values(buffers, members, first)

@@ -23,6 +23,10 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 BASE_GRAPH: Final = "base"
 """Name of the model's own graph, which runs every pass that no further graph takes; see `graph_choice.py`."""
+SLOTS_TOGETHER: Final = 256
+"""Number of slots by which the part of a cache moves on that layers with a sliding window take. Sums over slots are
+formed in blocks of at most so many, so leaving out hidden ones by this number changes no bit (docs/log.md, "Caches of
+sliding layers")."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class CacheTensor:
     present: str
     """Name of the output."""
     tensor_type: CacheTensorType
+    window: int = 0
+    """Number of tokens of the layer's sliding window, where passes take its cache from `first_slot` on; else 0."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,14 @@ class GraphIO:
     def cache_bytes_per_token(self) -> int:
         """Bytes of cache per token, over all layers."""
         return sum(tensor_type.slot_bytes for tensor_type in self.tensor_types)
+
+
+def first_slot(window: int, base: int) -> int:
+    """The first cache slot that a layer with a sliding window takes in a pass behind `base` cached tokens.
+
+    It follows from `base` alone, so that passes are repeatable.
+    """
+    return max(base - window + 1, 0) // SLOTS_TOGETHER * SLOTS_TOGETHER
 
 
 def _last_size(value: GraphValue | None) -> int | None:

@@ -44,7 +44,7 @@ _ROLES_BY_NAME: Final[Mapping[str, InputRole]] = {
     **dict.fromkeys(("num_logits_to_keep", "logits_to_keep"), InputRole.LOGITS_TO_KEEP),
     "use_cache_branch": InputRole.USE_CACHE,
 }
-_WINDOW_BIAS: Final = re.compile("attention_bias_([1-9][0-9]{0,8})")
+_WINDOW_INPUT: Final = re.compile("(attention_bias|seqlens_k|total_sequence_length)_([1-9][0-9]{0,8})")
 _HIDDEN_STATES: Final = ("hidden_states", "last_hidden_state")
 """Names of an output with hidden states: of edge-run and of GenAI's model builder, and of transformers."""
 DRAFT_FEATURES: Final = "draft_features"
@@ -113,7 +113,7 @@ def introspect(
         sizes_in_config(metadata.config, metadata.genai),
     )
     windows = _window_biases(inputs)
-    window_names = {value.name for value in windows.values()}
+    window_names = {value.name for value in inputs if _WINDOW_INPUT.fullmatch(value.name)} if windows else set()
     roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
     _check_cache(cache, states, where)
     if InputRole.TOKENS not in roles:
@@ -203,9 +203,11 @@ def _roles(
 def _window_biases(inputs: Sequence[GraphValue]) -> dict[int, GraphValue]:
     """Biases of layers with a sliding window, by its size; see `GraphIO.window_biases`."""
     return {
-        int(match[1]): value
+        int(match[2]): value
         for value in inputs
-        if (match := _WINDOW_BIAS.fullmatch(value.name)) and len(value.shape) == 4 and element_type(value) == np.float32
+        if (match := _WINDOW_INPUT.fullmatch(value.name))
+        and len(value.shape) == 4
+        and element_type(value) == np.float32
     }
 
 

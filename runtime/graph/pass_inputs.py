@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from .graph_io import Floats, GraphIO, GraphValue, InputRole, element_type
+from .graph_io import SLOTS_TOGETHER, Floats, GraphIO, GraphValue, InputRole, element_type, first_slot
 
 _BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _PREPARED: Final = 32
@@ -93,7 +93,16 @@ class PassInputs:
         self._bias_input: Final = bias
         self._bias_dtype: Final = np.dtype(np.float32) if bias is None else value_dtype(bias)
         self._bias_is_float: Final = self._bias_dtype == np.float32
-        self._windows: Final = [(size, value.name) for size, value in graph_io.window_biases.items()]
+        from_later_slots = {each.window for each in graph_io.cache}
+        self._windows: Final = {size: value.name for size, value in graph_io.window_biases.items()}
+        self._window_lengths: Final = {
+            size: (np.zeros(1, np.int32), np.zeros((), np.int32)) for size in self._windows if size in from_later_slots
+        }
+        """Last slot and total length of layers whose cache begins at `first_slot`, by their window."""
+        self._one_token: dict[int, list[ort.OrtValue]] = {}
+        for size, (last_slot, total) in self._window_lengths.items():
+            self._bind(f"seqlens_k_{size}", last_slot)
+            self._bind(f"total_sequence_length_{size}", total)
         self._window_biases: dict[int, Floats] = {}
         """Buffers of the biases of layers with a window, by its size."""
         self._mask_input: Final = mask
@@ -224,23 +233,46 @@ class PassInputs:
             mask = np.maximum(bias, np.finfo(np.float16).min) if is_half else bias == 0
             self._bias = mask.astype(self._bias_dtype)
             self._bind(value.name, self._bias)
-        for window, name in self._windows:
-            self._bind(name, bias if total <= window else self._windowed(bias, window, capacity))
+        for window, name in self._windows.items():
+            first = 0
+            if window in self._window_lengths:
+                first = first_slot(window, total - width)
+                last_slot, length = self._window_lengths[window]
+                last_slot[0] = total - first - 1
+                length[...] = total - first
+            if total <= window:
+                own = wrapped_bias
+            elif width == 1 and tree_mask is None and window in self._window_lengths:
+                own = self._of_one_token(window)[total - first - window]
+            else:
+                own = wrapped(self._windowed(bias[..., first:], window, first))
+            self._io.bind_ortvalue_input(name, own)
 
-    def _windowed(self, bias: Floats, window: int, capacity: int) -> Floats:
-        """The bias `[1, 1, width, total]` that also hides what lies at least `window` positions before a token.
+    def _of_one_token(self, window: int) -> Sequence[ort.OrtValue]:
+        """Biases of passes over one token, by the number of hidden slots before its window."""
+        if window not in self._one_token:
+            cells = np.zeros((1, 1, 1, SLOTS_TOGETHER + window), np.float32)
+            cells[..., :SLOTS_TOGETHER] = _BLOCKED
+            self._one_token[window] = [
+                wrapped(cells[..., SLOTS_TOGETHER - hidden :]) for hidden in range(SLOTS_TOGETHER)
+            ]
+        return self._one_token[window]
+
+    def _windowed(self, bias: Floats, window: int, first: int) -> Floats:
+        """The bias `[1, 1, width, n]` from slot `first` on that also hides what lies at least `window` positions before
+        a token.
 
         The position of a cached token is its slot; those of the new tokens are an input.
         """
         width, total = bias.shape[2:]
         buffer = self._window_biases.get(window)
         if buffer is None or buffer.size < bias.size:
-            buffer = self._window_biases[window] = np.empty(bias.size + width * capacity, np.float32)
+            buffer = self._window_biases[window] = np.empty(2 * bias.size, np.float32)
         hidden = buffer[: bias.size].reshape(bias.shape)
         hidden[...] = bias
         positions, base = self.positions.reshape(-1, width)[-1], total - width
         for row, position in enumerate(positions.tolist()):
-            hidden[0, 0, row, : max(0, min(position - window + 1, base))] = _BLOCKED
+            hidden[0, 0, row, : max(0, min(position - window + 1 - first, base))] = _BLOCKED
         if np.ptp(positions) >= window:
             hidden[0, 0, :, base:][positions[:, None] - positions >= window] = _BLOCKED
         return hidden

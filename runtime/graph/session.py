@@ -13,7 +13,7 @@ import onnxruntime as ort
 import psutil
 
 from ...errors import BundleError, EdgeError, InputError
-from ...models.onnx_file.wire import external_files
+from ...models.onnx_file.wire import external_files, mapped_model
 from ...models.user_folders import cache_folder
 from ..arguments.steering_options import SteeringOptions
 from ..devices.device_lock import device_lock
@@ -151,6 +151,8 @@ class GraphSession(DecoderGraph):
         metadata = metadata or ModelMetadata()
         if metadata.operators is not None:
             reject_operators(metadata.operators, str(graph))
+        if metadata.operators is None and config.device.provider == CPU_PROVIDER:
+            model = _with_windows(graph, model)
         self._graph, self._model = graph, model
         self._shared: tuple[SharedPasses, SharedGraph] | None = None
         self._session, self.assignments, self.pages = load_graph(graph, config, model)
@@ -278,6 +280,22 @@ class GraphSession(DecoderGraph):
             may_be_in_place="GroupQueryAttention" in operators,
             shared_scales=any(name in operators for name in SHARED_SCALE_OPERATORS),
         )
+
+
+def _with_windows(graph: Path, model: bytes | None) -> bytes | None:
+    """The graph with layers that take the cache of their sliding windows alone; as it is if there are none."""
+    with mapped_model(graph) as data:
+        if data.find(b"GreaterOrEqual") < 0:  # ten times as fast as `operators_of`
+            return model
+    # Importing protobuf takes 28 ms.
+    from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor  # noqa: PLC0415 -- see above
+    from .attention_edits import take_windows  # noqa: PLC0415 -- see above
+
+    try:
+        editor = GraphEditor(graph, model)
+        return editor.serialized() if take_windows(editor, from_later_slots=True) else model
+    except CannotRewriteError:
+        return model
 
 
 def load_graph(

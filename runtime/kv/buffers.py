@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 
 from ..graph.memory import drop_array_pages
 
@@ -123,6 +124,12 @@ class NumpyBuffers(CacheBuffers):
     def select(self, indices: Sequence[int]) -> NumpyBuffers:
         """Some of the arrays themselves."""
         return NumpyBuffers([self.tensor_types[index] for index in indices], [self.arrays[index] for index in indices])
+
+    def from_slot(self, index: int, first: int) -> Array:
+        """The array of a tensor as if slot `first` were its first one. Its last `first` slots lie beyond the tensor's
+        own memory and must not be touched."""
+        array, tensor_type = self.arrays[index], self.tensor_types[index]
+        return as_strided(array[tensor_type.index(slice(first, None))], array.shape, array.strides) if first else array
 
     def resized(self, slots: int) -> NumpyBuffers:
         """New arrays that begin with these slots; the memory of each old one is free once it was copied."""

@@ -23,10 +23,12 @@ from ..graph.attention_edits import (
     OPERATOR,
     POSITIONS,
     WINDOW,
+    WINDOW_BIAS,
     has_no_slots,
     head_size,
     input_at,
     rotate_outside,
+    take_windows,
     unpacked,
 )
 
@@ -51,16 +53,20 @@ def long_context_graph(graph: Path) -> bytes:
         BundleError: the file is not an ONNX model.
         CannotRewriteError: the graph has attention that cannot be expressed so.
     """
-    return dense_graph(GraphEditor(graph))
+    editor = GraphEditor(graph)
+    take_windows(editor, from_later_slots=True)
+    return dense_graph(editor)
 
 
 def dense_graph(editor: GraphEditor, *, causal: bool = True) -> bytes:
     """`long_context_graph` of a graph that is being edited; where it is not `causal`, the caller's bias alone says
     which of the new tokens a new token attends to."""
-    attentions = [each for each in editor.graph.node if each.op_type == OPERATOR]
+    attentions = [each for each in editor.graph.node if _reads_all(each)]
     opset = next((each.version for each in editor.model.opset_import if not each.domain), 0)
     if not attentions or opset < _LEAST_OPSET:
-        raise CannotRewriteError(f"the graph has no {OPERATOR}" if not attentions else f"its opset is {opset}")
+        raise CannotRewriteError(
+            f"the graph has no {OPERATOR} over all slots" if not attentions else f"its opset is {opset}"
+        )
     for each in attentions:
         _check(editor, each)
     places = _Places(editor, attentions[0], causal=causal)
@@ -69,9 +75,14 @@ def dense_graph(editor: GraphEditor, *, causal: bool = True) -> bytes:
             each.input.extend([""] * (POSITIONS + 1 - len(each.input)))
             each.input[POSITIONS] = places.positions()
     rotate_outside(editor)
-    editor.rewrite(lambda each: _dense(editor, places, each) if each.op_type == OPERATOR else [each])
+    editor.rewrite(lambda each: _dense(editor, places, each) if _reads_all(each) else [each])
     places.insert()
     return editor.serialized()
+
+
+def _reads_all(each: Message) -> bool:
+    """Whether a node is attention to all slots, not to those of a sliding window (`take_windows`)."""
+    return each.op_type == OPERATOR and not input_at(each, BIAS).startswith(WINDOW_BIAS)
 
 
 def _check(editor: GraphEditor, attention: Message) -> None:

@@ -24,8 +24,8 @@ EVERY_LAYOUT = {**LAYOUTS, **HYBRID_LAYOUTS}
 FOREIGN = ("genai-qwen3.5", "community-qwen3.5", "optimum", "stacked-genai", "joined")
 """Layouts of other tools: states beside a cache in place, and beside one that grows; attention alone."""
 CASES = [
-    *((name, "float") for name in (*HYBRIDS, "gemma4_text", *FOREIGN)),
-    *((name, "int8") for name in (*HYBRID_FAMILIES, "genai-qwen3.5", "community-lfm2-parts")),
+    *((name, "float") for name in (*HYBRIDS, "gemma3_text", "gemma4_text", *FOREIGN)),
+    *((name, "int8") for name in (*HYBRID_FAMILIES, "gemma3_text", "genai-qwen3.5", "community-lfm2-parts")),
 ]
 
 

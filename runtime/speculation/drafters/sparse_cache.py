@@ -67,7 +67,9 @@ def load_sparse_draft(graph: DecoderGraph, cost: PassCost) -> Callable[[], Spars
         return "the model has layers without attention, whose states cannot be taken apart"
     if graph.config.device.provider != CPU_PROVIDER or graph_io.cache_mode is not CacheMode.IN_PLACE:
         return "the cache is not extended in place in the memory of the CPU"
-    if InputRole.POSITIONS not in graph_io.inputs or graph_io.window_biases:
+    if graph_io.window_biases:
+        return "the model has layers with a sliding window, which copied slots lie outside of"
+    if InputRole.POSITIONS not in graph_io.inputs:
         return "the graph takes the position of a token from its cache slot"
     slots = _KEPT_BLOCKS * BLOCK + _REFRESH + _SCRATCH
     return lambda: SparseCacheDraft(graph.bind(graph.arena(slots)), cost)
