@@ -13,7 +13,7 @@ INITIAL_STD: Final = 0.02
 
 @dataclass(frozen=True)
 class Shape(ABC):
-    """Sizes of a model whose LM head is its embedding."""
+    """Sizes of a model."""
 
     name: str
     vocab: int
@@ -24,6 +24,8 @@ class Shape(ABC):
     kv_heads: int
     head_dim: int
     context: int = 32768
+    tied: bool = True
+    """Whether the LM head is the embedding."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -46,7 +48,7 @@ class Shape(ABC):
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.context,
             "rope_theta": 1000000.0,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": self.tied,
             "initializer_range": INITIAL_STD,
             "use_cache": True,
             "bos_token_id": 0,
@@ -73,6 +75,8 @@ class Qwen2Shape(Shape):
             yield f"{layer}.mlp.up_proj.weight", (self.intermediate, self.hidden)
             yield f"{layer}.mlp.down_proj.weight", (self.hidden, self.intermediate)
         yield "model.norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab, self.hidden)
 
     def config(self, dtype: str) -> dict[str, object]:
         """See `Shape.config`."""
@@ -257,7 +261,8 @@ SHAPES: Final[dict[str, Shape]] = {
         Qwen2Shape("qwen2.5-0.5b", 151936, 896, 24, 4864, 14, 2, 64),
         Qwen2Shape("qwen2.5-1.5b", 151936, 1536, 28, 8960, 12, 2, 128),
         Gemma3Shape("gemma3-1b", 262144, 1152, 26, 6912, 4, 1, 256),
+        Qwen2Shape("qwen2.5-7b", 152064, 3584, 28, 18944, 28, 4, 128, tied=False),
         Qwen35Shape("qwen3.5-0.8b", 248320, 1024, 24, 3584, 8, 2, 256, 262_144),
-        Lfm2Shape("lfm2-350m", 65536, 1024, 16, 4608, 16, 8, 64, 128_000, (2, 5, 8, 10, 12, 14)),
+        Lfm2Shape("lfm2-350m", 65536, 1024, 16, 4608, 16, 8, 64, 128_000, attention_layers=(2, 5, 8, 10, 12, 14)),
     )
 }

@@ -7,8 +7,6 @@ import os
 from dataclasses import replace
 from typing import Final, Unpack
 
-import psutil
-
 from ..errors import EdgeError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model, path_of_user
@@ -18,7 +16,7 @@ from ..models.progress import Progress, silent
 from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.load_options import LoadOptions
 from .arguments.option_keywords import LoadKeywords
-from .devices.processor import choose_power, saver_threads, usable_cores
+from .devices.processor import available_memory, choose_power, saver_threads, usable_cores
 from .devices.providers import Device, choose_device, cpu_device
 from .engine import Engine
 from .graph.session import SessionConfig
@@ -72,7 +70,7 @@ def load(
         chosen = measured_device(bundle)
     pair = find_draft(bundle, wanted.draft)
     if wanted.prefix_cache is None:
-        wanted = replace(wanted, prefix_cache=int(_PREFIX_SHARE * psutil.virtual_memory().available))
+        wanted = replace(wanted, prefix_cache=int(_PREFIX_SHARE * available_memory()))
     if pair is None and wanted.draft_device != "auto":
         _log.warning("draft_device is %s, but %s has no draft model", wanted.draft_device, bundle.folder)
 

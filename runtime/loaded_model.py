@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-import psutil
-
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.find import model_name
@@ -18,7 +16,7 @@ from ..models.graph_variant import DeviceKind
 from ..models.progress import Progress, silent
 from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits
-from .devices.processor import default_threads, processor
+from .devices.processor import available_memory, default_threads, processor
 from .devices.providers import device_identity
 from .generation import CachedSequence, Generation
 from .graph.bound_graph import BoundGraph, ImagesOfText, keyed_ids
@@ -115,7 +113,7 @@ class LoadedModel:
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
-        room = _CACHES_SHARE * psutil.virtual_memory().available if self.device.kind is DeviceKind.CPU else math.inf
+        room = _CACHES_SHARE * available_memory() if self.device.kind is DeviceKind.CPU else math.inf
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting, room)
         self.shared_passes: Final = graph.share_passes(options.parallel, self.queue.gather)
         """What runs the passes of simultaneous answers; if they take turns, why."""

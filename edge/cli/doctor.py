@@ -19,7 +19,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ...runtime.devices.chip import chip_features
-from ...runtime.devices.processor import Power, choose_power, default_threads
+from ...runtime.devices.processor import Power, available_memory, choose_power, default_threads
 from ...runtime.devices.providers import available_devices, cpu_device
 from ...runtime.graph.encoder_graph import encoder_output
 from ...runtime.graph.packed_files import lacks_prepacked
@@ -49,7 +49,7 @@ def doctor(
 
     Example: edge-run doctor
     """
-    found, memory = available_devices(), psutil.virtual_memory()
+    found = available_devices()
     features = {word.rpartition(".")[2].removeprefix("FEAT_").lower() for word in chip_features().split()}
     machine = {
         **describe_machine(),
@@ -57,8 +57,8 @@ def doctor(
         "python": platform.python_version(),
         "instruction_sets": [name for name in _INSTRUCTIONS if name in features],
         "default_threads": default_threads(),
-        "memory_bytes": memory.total,
-        "free_memory_bytes": memory.available,
+        "memory_bytes": psutil.virtual_memory().total,
+        "free_memory_bytes": available_memory(),
         "devices": [str(device) for device in found],
     }
     facts: dict[str, Any] = {"machine": machine, "kept": _kept(), "advice": [*missing_lines(found), *_advice()]}

@@ -20,7 +20,7 @@ from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
 from ...runtime.graph.session import SessionConfig
-from ...runtime.int8_prompts.int8_graph_files import int8_graph_obstacle
+from ...runtime.int8_prompts.int8_graph_files import int8_graph_plan
 from ...runtime.kv.prefix_files import prefix_folder
 from ...runtime.kv.state_buffers import StatePart
 from ...runtime.measure.device_choice import chosen_threads
@@ -133,7 +133,8 @@ def _measured(bundle: Bundle, config: SessionConfig, graph_io: GraphIO) -> dict[
     cost, report, choice = PASS_COSTS.load(key), EXACTNESS_REPORTS.load(key), PROMPT_CHOICES.load(key)
     refusal = prompt_graph_obstacle(bundle, config, graph_io, PrefillMode.AUTO, cache=True)
     if refusal is None:
-        refusal = (int8_graph_obstacle(bundle) or NOT_MADE) if choice is None else choice.refusal
+        plan = int8_graph_plan(bundle) if choice is None else choice.refusal
+        refusal = NOT_MADE if isinstance(plan, int) else plan
     sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
     return {
         "pass_costs": None if cost is None else describe_cost(cost),

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
 from ...runtime.decode import FinishReason
-from ...runtime.devices.processor import Power, battery, choose_power
+from ...runtime.devices.processor import Power, available_memory, battery, choose_power
 from ...runtime.devices.providers import available_devices
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Run
@@ -168,14 +168,13 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
         )
 
     def status(_call: Call, _params: protocol.NoParams) -> protocol.Status:
-        memory = psutil.virtual_memory()
         return protocol.Status(
             models=list(pool.status()),
             requests=protocol.Requests(running=connection.running, sessions=len(sessions)),
             memory=protocol.Memory(
                 process=psutil.Process().memory_info().rss,
-                available=memory.available,
-                total=memory.total,
+                available=available_memory(),
+                total=psutil.virtual_memory().total,
                 max_models=pool.max_bytes,
             ),
             devices=[

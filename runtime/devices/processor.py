@@ -13,7 +13,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import StrEnum
 from functools import cache
@@ -79,26 +79,13 @@ def threads_for(cores: tuple[Core, ...], allowed: frozenset[int] | None, quota: 
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many processors' time the control groups (cgroups) of this process allow it; None for no limit.
+    """How many processors' time the control groups of this process allow it; None for no limit.
 
     Args:
         root: the folder with `proc` and `sys`.
     """
-    quotas: list[float] = []
-    for line in system_text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if number == "0":
-            mounts = [root / "sys/fs/cgroup"]
-        elif "cpu" in controllers.split(","):
-            mounts = [root / "sys/fs/cgroup" / name for name in (controllers, "cpu")]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for mount in mounts:
-            # Inside a container the path may be the host's, while the mount holds the container's own group.
-            folders = [mount.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
-            quotas += [quota for quota in map(_quota, folders) if quota is not None]
-    return min(quotas, default=None)
+    quotas = map(_quota, _control_groups("cpu", root))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota(group: Path) -> float | None:
@@ -110,6 +97,47 @@ def _quota(group: Path) -> float | None:
     except (ValueError, ZeroDivisionError):
         return None
     return processors if processors > 0 else None
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process can still take, on the machine and in its control groups.
+
+    What only caches files counts as free.
+
+    Args:
+        root: the folder with `proc` and `sys`.
+    """
+    rooms = map(_room, _control_groups("memory", root))
+    return max(min([psutil.virtual_memory().available, *(room for room in rooms if room is not None)]), 0)
+
+
+def _room(group: Path) -> int | None:
+    """Bytes of memory that one control group leaves its processes."""
+
+    def amount(*names: str) -> int:
+        return int(next(filter(None, (system_text(group / f"memory.{name}") for name in names)), ""))
+
+    try:
+        stat = dict(line.split() for line in system_text(group / "memory.stat").splitlines())
+        cached = sum(int(stat.get(f"total_{name}") or stat[name]) for name in ("inactive_file", "active_file"))
+        return amount("max", "limit_in_bytes") - amount("current", "usage_in_bytes") + cached
+    except (ValueError, KeyError):
+        return None
+
+
+def _control_groups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of the control groups (cgroups) that may limit what a controller counts for this process."""
+    for line in system_text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0":
+            mounts = [root / "sys/fs/cgroup"]
+        elif controller in controllers.split(","):
+            mounts = [root / "sys/fs/cgroup" / name for name in (controllers, controller)]
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        # Inside a container the path may be the host's, while the mount holds the container's own group.
+        yield from (mount.joinpath(*parts[:depth]) for mount in mounts for depth in range(len(parts) + 1))
 
 
 def allowed_cpus() -> frozenset[int] | None:

@@ -214,8 +214,6 @@ class ChosenSession(BoundGraph):
         self._graphs: Final = graphs
         self._base: Final = base
         self._base_has_bias: Final = InputRole.BIAS not in graphs.graph_io.inputs.keys() - base.graph_io.inputs.keys()
-        self._remaining = 0
-        """Number of tokens of a prompt that were left before its last pass."""
         self._bound: Final[dict[str, BoundSession]] = {}
         """Bindings of further graphs by name."""
         required = tuple(graph for graph in graphs.further if graph.required)
@@ -249,7 +247,6 @@ class ChosenSession(BoundGraph):
 
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
-        self._remaining = remaining
         for graph in self._takers:
             preferred = graph.prefill_width(preferred, self.arena.length, remaining)
         return self._own.prefill_width(preferred, remaining)
@@ -287,7 +284,7 @@ class ChosenSession(BoundGraph):
                 if graph.is_copy:
                     copy = self._graphs.loaded[graph.name].pages
                 break
-        limit.renew(copy, tight=copy is not None and (base > 0 or len(new.ids) < self._remaining))
+        limit.renew(copy, len(new.ids))
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.

@@ -9,15 +9,16 @@ process can return all of it; on other systems nothing is done here.
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from mmap import PAGESIZE
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
 
@@ -30,6 +31,10 @@ _AWAKE_S: Final = 10.0
 """Seconds after a pass for which a limit is kept."""
 _LEAST_PAUSE_S: Final = 2.0
 """Seconds between two times at which a limit that is not tight is enforced: pages that are dropped are read anew."""
+_MANY_ROWS: Final = 64
+"""Rows of the embedding that may have been read before its pages are dropped: with a row, the system maps 64 KB."""
+_PACKED: Final = re.compile(rb"\|(\d{1,18});\d+;")
+"""Where a packed form of a tensor begins in a data file, as a model file says it."""
 _LEAST_LIMIT: Final = 64 << 20
 """Bytes; less is not worth a thread."""
 _TIGHT, _KEPT = 0.875, 0.7
@@ -55,21 +60,36 @@ def drop_array_pages(array: npt.NDArray[Any]) -> None:
     start = -(-array.ctypes.data // PAGESIZE) * PAGESIZE
     size = (array.ctypes.data + array.nbytes - start) // PAGESIZE * PAGESIZE
     if array.flags.c_contiguous and size > _SMALL:
-        _advise(start, size, _MADV_DONTNEED)
+        _advise(FileMapping(start, size, 0), _MADV_DONTNEED)
+
+
+class FileMapping(NamedTuple):
+    """Where a part of a file is mapped: address, bytes, and where the part begins in the file."""
+
+    start: int
+    size: int
+    offset: int
 
 
 class MappedPages:
     """The pages of the weight files that one session maps.
 
+    Args:
+        mappings: what it maps.
+        packed: where packed weights begin in the files; of a model that has them, only rows of others are read.
+
     Attributes:
         size: bytes of the mappings.
     """
 
-    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        self._ranges: Final = sorted(ranges, key=lambda each: each[1])
-        for start, size in self._ranges:
-            _advise(start, size, _MADV_HUGEPAGE)
-        self.size: Final = sum(size for _, size in self._ranges)
+    def __init__(self, mappings: Iterable[FileMapping] = (), packed: Collection[int] = ()) -> None:
+        self._mappings: Final = sorted(mappings, key=lambda each: each.size)
+        self._rows: Final = [
+            each for each in self._mappings if packed and each.offset not in packed and each.size > _SMALL
+        ]
+        for each in self._mappings:
+            _advise(each, _MADV_HUGEPAGE)
+        self.size: Final = sum(each.size for each in self._mappings)
 
     def drop(self, kept: float = 0) -> None:
         """Drop those that are resident; only while the session is alive, because others may take its addresses.
@@ -77,27 +97,52 @@ class MappedPages:
         Args:
             kept: bytes that stay, those of the smallest mappings first: these cost most to read again.
         """
-        for start, size in self._ranges:
-            kept -= size
+        for each in self._mappings:
+            kept -= each.size
             if kept < 0:
-                _advise(start, size, _MADV_DONTNEED)
+                _advise(each, _MADV_DONTNEED)
+
+    def drop_rows(self) -> None:
+        """Drop those of which single rows are read, such as the embedding's."""
+        for each in self._rows:
+            _advise(each, _MADV_DONTNEED)
 
 
 @contextmanager
-def pages_dropped(files: Iterable[Path]) -> Iterator[list[MappedPages]]:
-    """Drop the pages of weight files that loading a session has read in the block.
+def pages_dropped(files: Iterable[Path], model: bytes = b"") -> Iterator[list[MappedPages]]:
+    """Drop the pages of weight files that loading a session reads in the block, those of packed weights meanwhile.
 
     One block runs at a time: what another one maps meanwhile it may unmap again.
+
+    Args:
+        files: the weight files.
+        model: the serialized model, which says where in them packed weights lie.
 
     Yields:
         A list, which has the pages that the session maps once the block has ended.
     """
     found: list[MappedPages] = []
-    weights = list(files)
+    weights, packed, ended = list(files), {int(each) for each in _PACKED.findall(model)}, threading.Event()
     with _loading:
-        before = set(_unwritten(weights))
-        yield found
-        found.append(MappedPages(set(_unwritten(weights)) - before))
+        before = set(_mappings(weights, "smaps"))
+
+        def drop_packed() -> None:
+            # Other weights are unmapped as soon as they are packed, and memory of any use may take their addresses.
+            while not ended.wait(_TIGHT_INTERVAL_S):
+                for each in set(_mappings(weights, "maps")) - before:
+                    if each.offset in packed:
+                        _advise(each, _MADV_DONTNEED)
+
+        thread = threading.Thread(target=drop_packed, name="edge-run memory", daemon=True)
+        if packed:
+            thread.start()
+        try:
+            yield found
+        finally:
+            ended.set()
+            if packed:
+                thread.join()
+        found.append(MappedPages(set(_mappings(weights, "smaps")) - before, packed))
     found[0].drop()
     trim_heap()
 
@@ -114,41 +159,48 @@ class PageLimit:
         self._size: Final = size
         self._pages: Final = pages
         self._copy: MappedPages | None = MappedPages()
-        self._is_tight = False
+        self._rows_read = 0
         self._until = 0.0
         self._thread = threading.Thread()
+        self._woken: Final = threading.Event()
         self._others = 0
         """Bytes of mapped files that are not the sessions'."""
         self._dropped_at = 0.0
 
-    def renew(self, copy: MappedPages | None, *, tight: bool) -> None:
+    def renew(self, copy: MappedPages | None, tokens: int) -> None:
         """Keep the limit during the pass that follows.
 
         Args:
             copy: the pages that the pass reads, if they are a second copy of the weights, of which nothing stays when
-                others are read.
-            tight: whether a tight limit is kept, although some of the copy has to be read again then; for others, there
-                is none.
+                others are read. The limit is a tight one then, although some of the copy has to be read again.
+            tokens: number of the pass's tokens, of each of which a row of the embedding is read.
         """
         if copy is not self._copy:
             self.drop()
-        self._copy, self._is_tight, self._until = copy, tight, time.monotonic() + _AWAKE_S
+            self._copy = copy
+            self._woken.set()
+        self._rows_read += tokens
+        if self._rows_read > _MANY_ROWS:
+            self._rows_read = tokens
+            for each in self._pages():
+                each.drop_rows()
+        self._until = time.monotonic() + _AWAKE_S
         if _madvise is not None and self._size >= _LEAST_LIMIT and not self._thread.is_alive():
             self._thread = threading.Thread(
-                target=_keep, args=(weakref.ref(self),), name="edge-run memory", daemon=True
+                target=_keep, args=(weakref.ref(self), self._woken), name="edge-run memory", daemon=True
             )
             self._thread.start()
 
     def enforce(self) -> float:
         """Drop pages if too many are resident; returns the seconds until this has to be asked again, 0 for never."""
-        tight, now = self._is_tight, time.monotonic()
+        tight, now = self._copy is not None, time.monotonic()
         ended = now > self._until
         size = self._size * _TIGHT if tight else self._size
-        may_drop = tight or (self._copy is None and now - self._dropped_at > _LEAST_PAUSE_S)
+        may_drop = tight or now - self._dropped_at > _LEAST_PAUSE_S
         if may_drop and _resident_file_bytes() - self._others > size:
             self._dropped_at = now
             self._drop(self._copy)
-        if ended and self._copy is not None:
+        if ended and tight:
             self.drop()
         return 0.0 if ended else _TIGHT_INTERVAL_S if tight else _INTERVAL_S
 
@@ -162,16 +214,17 @@ class PageLimit:
             each.drop(self._size * _KEPT if each is copy else 0)
 
 
-def _keep(limit: weakref.ref[PageLimit]) -> None:
-    """Enforce a limit while it is renewed."""
+def _keep(limit: weakref.ref[PageLimit], woken: threading.Event) -> None:
+    """Enforce a limit while it is renewed, at once where it has become another one."""
     while (current := limit()) is not None and (seconds := current.enforce()):
         del current
-        time.sleep(seconds)
+        woken.wait(seconds)
+        woken.clear()
 
 
-def _advise(start: int, size: int, advice: int) -> None:
+def _advise(where: FileMapping, advice: int) -> None:
     if _madvise is not None:
-        _madvise(start, size, advice)
+        _madvise(where.start, where.size, advice)
 
 
 def _resident_file_bytes() -> int:
@@ -179,23 +232,22 @@ def _resident_file_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[2]) * PAGESIZE
 
 
-def _unwritten(files: Iterable[Path]) -> Iterator[tuple[int, int]]:
-    """Mappings of files of a mebibyte and more that were never written to: address and bytes."""
+def _mappings(files: Iterable[Path], table: str) -> Iterator[FileMapping]:
+    """Mappings of files of a mebibyte and more; the slow table `smaps`, unlike `maps`, shows which were written to."""
     try:
         names = tuple(str(file.resolve()) for file in files if file.is_file() and file.stat().st_size >= _SMALL)
         # Other systems have no such file.
-        mappings = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace") if names else ""
+        lines = Path("/proc/self", table).read_text(encoding="utf-8", errors="replace").splitlines() if names else []
     except OSError:
         return
-    start, end, anonymous = 0, 0, 0
-    is_of_file = False
-    for line in mappings.splitlines():
+    found = None
+    for line in [*lines, "0-0"]:
         name, _, value = line.partition(" ")
-        if name.endswith(":"):
-            if name == "Anonymous:":
-                anonymous = int(value.split()[0])
-            elif name == "VmFlags:" and is_of_file and not anonymous:
-                yield start, end - start
-        else:
+        if name == "Anonymous:" and int(value.split()[0]):
+            found = None
+        elif not name.endswith(":"):
+            if found is not None:
+                yield found
             start, end = (int(part, 16) for part in name.split("-"))
             is_of_file = line.endswith(names)
+            found = FileMapping(start, end - start, int(value.split()[1], 16)) if is_of_file else None

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import onnxruntime as ort
-import psutil
 
 from ...errors import BundleError, EdgeError, InputError
 from ...models.onnx_file.wire import external_files, mapped_model
 from ...models.user_folders import cache_folder
 from ..arguments.steering_options import SteeringOptions
 from ..devices.device_lock import device_lock
-from ..devices.processor import Power
+from ..devices.processor import Power, available_memory
 from ..devices.providers import CPU_PROVIDER, Device, add_device
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.buffers import StackedBuffers
@@ -220,7 +219,7 @@ class GraphSession(DecoderGraph):
         if InputRole.LOGIT_POSITIONS not in self.graph_io.inputs:
             return "no input of the graph says which logits it returns"
         weights = sum((self._graph.parent / name).stat().st_size for name in external_files(self._graph))
-        room = _HELD_TWICE_SHARE * psutil.virtual_memory().available
+        room = _HELD_TWICE_SHARE * available_memory()
         if weights > room and not self._graph.is_relative_to(cache_folder()):
             return "the weights are not packed for this machine, and there is no memory to hold them twice"
         shared = SharedPasses(texts, gather)
@@ -317,7 +316,8 @@ def load_graph(
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     try:
         # Loading reads all weights to pack them; afterwards only rows of the embedding are read from the file.
-        with pages_dropped(graph.parent / name for name in external_files(graph)) as pages:
+        files = [graph.parent / name for name in external_files(graph)]
+        with pages_dropped(files, model or (graph.read_bytes() if files else b"")) as pages:
             session, assignments = load_on_device(model or str(graph), options, config.device, graph)
     except ORT_ERRORS as error:
         reason = error_reason(error)

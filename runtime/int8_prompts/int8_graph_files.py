@@ -69,7 +69,7 @@ def int8_graph_path(
         make: whether to make it where the cache has none.
 
     Returns:
-        The graph; None where the model can have none (`int8_graph_obstacle`), it could not be made, for example for
+        The graph; None where the model can have none (`int8_graph_plan`), it could not be made, for example for
         lack of room on the disk (one warning says why), or it is not there and not to be made.
     """
     if config.device.kind is not DeviceKind.CPU or config.kv is not KVFormat.FLOAT:
@@ -95,8 +95,8 @@ def _made(bundle: Bundle, what: str, write: Callable[[], None]) -> bool:
     return True
 
 
-def int8_graph_obstacle(bundle: Bundle) -> str | None:
-    """Why a model can have no int8 prompt graph, in a few words; None if it can have one.
+def int8_graph_plan(bundle: Bundle) -> int | str:
+    """Bytes of the weights that a model's int8 prompt graph will have on disk, or why it can have none, in a few words.
 
     Raises:
         BundleError: the model's graph is not an ONNX model.
@@ -104,10 +104,9 @@ def int8_graph_obstacle(bundle: Bundle) -> str | None:
     try:
         editor = GraphEditor(bundle.graph)
         serve_plain_passes(editor, keep_computed=True)
-        find_products(editor)
+        return _BYTES_PER_WEIGHT * find_products(editor).weights
     except CannotRewriteError as error:
         return str(error)
-    return None
 
 
 def verify_int8_graph(bundle: Bundle) -> bool:

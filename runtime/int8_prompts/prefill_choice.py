@@ -113,10 +113,10 @@ class PrefillChoice:
             return
         if self._obstacle is not None:
             raise InputError(f"the int8 prompt graph {self._obstacle}", "leave --prefill out")
-        from .int8_graph_files import int8_graph_obstacle  # noqa: PLC0415 -- importing protobuf takes 28 ms
+        from .int8_graph_files import int8_graph_plan  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-        obstacle = int8_graph_obstacle(self._bundle)
-        if obstacle is not None:
+        obstacle = int8_graph_plan(self._bundle)
+        if isinstance(obstacle, str):
             raise BundleError(
                 f"{self._bundle.folder} cannot have an int8 prompt graph: {obstacle}", "leave --prefill out"
             )
@@ -174,16 +174,16 @@ class PrefillChoice:
             EdgeError: ONNX Runtime failed.
         """
         from ..measure.logit_quality import KL_LIMIT, measure_int8_quality, quality_prompts  # noqa: PLC0415 -- see `_write`
-        from .int8_graph_files import int8_graph_obstacle  # noqa: PLC0415 -- see `_write`
+        from .int8_graph_files import int8_graph_plan  # noqa: PLC0415 -- see `_write`
 
         prompt, graphs = self._prompt, self._graphs
         if prompt is None or graphs is None:
             return
-        obstacle = int8_graph_obstacle(self._bundle)
-        if obstacle is not None:
-            prompt.adopt(PromptChoice(obstacle), store=True)
+        plan = int8_graph_plan(self._bundle)
+        if isinstance(plan, str):
+            prompt.adopt(PromptChoice(plan), store=True)
             return
-        if not self._write(prompt, progress):
+        if not prompt.fits(plan) or not self._write(prompt, progress):
             return
         graphs.release(prompt.name)
         started = time.perf_counter()

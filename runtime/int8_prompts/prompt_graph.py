@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-import psutil
-
 from ...models.bundle import Bundle
 from ...models.user_text import format_bytes
+from ..devices.processor import available_memory
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
 from ..graph.model_metadata import ModelMetadata
@@ -73,6 +72,14 @@ class PromptGraph(FurtherGraph):
         """Whether it is not loaded, because the latest prompt was too short to load it for."""
         return not (self._is_loaded or self._pays_to_load)
 
+    def fits(self, needed: int) -> bool:
+        """Whether memory has room for a file of that many bytes; if not, and it was not asked for, it is refused."""
+        free = available_memory()
+        if self.mode is PrefillMode.INT8 or free >= needed:
+            return True
+        self.refusal = f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}"
+        return False
+
     def adopt(self, choice: PromptChoice, *, store: bool) -> None:
         """Follow a measurement from now on, and keep it on disk if `store`."""
         self.choice = choice if choice.obstacle is None else None
@@ -121,9 +128,7 @@ class PromptGraph(FurtherGraph):
         if path is None:
             self.refusal = NOT_MADE
             return None
-        needed, free = int8_graph_bytes(path), psutil.virtual_memory().available
-        if self.mode is PrefillMode.AUTO and free < needed:
-            self.refusal = f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}"
+        if not self.fits(int8_graph_bytes(path)):
             return None
         session = GraphSession(path, self._config, self._metadata)
         self._is_loaded = True

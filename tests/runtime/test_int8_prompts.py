@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
 
 import edgerun
@@ -259,10 +258,19 @@ def test_a_full_disk_costs_a_line_and_the_speed(
 def test_without_memory_for_its_weights_it_is_not_loaded(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(bundle, FASTER)
     with loaded(bundle) as engine:
-        memory = psutil.virtual_memory()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+        monkeypatch.setattr(prompt_graph, "available_memory", lambda: 1000)
         assert answer(engine).stats.prompt_readers == {"base": 200}
         assert str(engine.model.prefill_choice.refusal).startswith("too little memory: 1 kB are free")
+
+
+def test_without_memory_for_its_weights_it_is_not_made(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, files: Callable[[], list[Path]]
+) -> None:
+    with loaded(bundle) as engine:
+        monkeypatch.setattr(prompt_graph, "available_memory", lambda: 1000)
+        assert engine.model.prefill_choice.tune() is None
+        assert str(engine.model.prefill_choice.refusal).startswith("too little memory: 1 kB are free")
+    assert not files()
 
 
 @pytest.mark.parametrize(
@@ -322,7 +330,7 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
     monkeypatch.setattr(idle_thread, "_RETRY_S", 0.0)
     failed: list[str] = []
 
-    def fails(_: Bundle) -> str | None:
+    def fails(_: Bundle) -> int | str:
         failed.append(threading.current_thread().name)
         raise OSError("the disk is gone")
 
@@ -330,7 +338,7 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
         answer(engine, PROMPT[:100])
         assert engine.model.prefill_choice._background._thread is None, "the prompt was short"
         with monkeypatch.context() as broken:
-            broken.setattr(int8_graph_files, "int8_graph_obstacle", fails)
+            broken.setattr(int8_graph_files, "int8_graph_plan", fails)
             assert answer(engine).stats.prompt_readers == {"base": 200}
             thread = engine.model.prefill_choice._background._thread
             thread.join()

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-import psutil
-
 from ....models.find import BUNDLED_MODEL
 from ....models.graph_variant import DeviceKind
 from ....models.hub.downloaded_model import DownloadedModel
@@ -149,8 +147,3 @@ def recommend(free_bytes: int, kind: DeviceKind, here: Collection[str]) -> list[
         rank = (False, large or slow, -model["quality"]) if fits else (True, True, needed)
         ranked.append((rank, {"id": name, "fits": fits, "downloaded": downloaded, "reason": reason, **model}))
     return [model for _, model in sorted(ranked, key=lambda each: each[0])]
-
-
-def free_memory() -> int:
-    """Bytes of memory that programs can have now."""
-    return int(psutil.virtual_memory().available)

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from ....errors import InputError
 from ....models.hub.client import search_models
+from ....runtime.devices.processor import available_memory
 from ...conversations.answering import model_messages
 from ...conversations.records import Role
 from ...server.json_endpoint import Handler, JsonRoute, json_routes
@@ -18,7 +19,7 @@ from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
 from .export_jobs import ExportJobs
-from .model_catalog import ModelCatalog, free_memory, recommend
+from .model_catalog import ModelCatalog, recommend
 
 _MOST_FOUND: Final = 20
 """Most models that a search of the hub lists."""
@@ -42,7 +43,7 @@ class ModelServices:
 
     def models(self) -> dict[str, Any]:
         """All models."""
-        return {"models": self.catalog.objects(), "free_bytes": free_memory()}
+        return {"models": self.catalog.objects(), "free_bytes": available_memory()}
 
     def load(self, id: str) -> object:  # noqa: A002  the name of the field
         """Load a model into memory; answers when it is loaded."""
@@ -70,7 +71,7 @@ class ModelServices:
 
     def recommended(self) -> object:
         """Models worth downloading for this machine."""
-        free, pool = free_memory(), self.context.pool
+        free, pool = available_memory(), self.context.pool
         return {
             "recommended": recommend(free, pool.kind, [entry.id for entry in pool.offered.entries()]),
             "free_bytes": free,

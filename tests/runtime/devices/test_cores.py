@@ -9,12 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from edgerun.runtime.devices.processor import (
     Core,
     allowed_cpus,
     apple_cores,
+    available_memory,
     cpu_list,
     cpu_quota,
     default_threads,
@@ -128,6 +130,53 @@ def test_windows() -> None:
 def test_quotas_of_containers(tmp_path: Path, groups: str, limits: Mapping[str, str], quota: float | None) -> None:
     files = {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
     assert cpu_quota(write_tree(tmp_path, {"proc/self/cgroup": groups, **files})) == quota
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "available"),
+    [
+        (
+            "0::/",
+            {"memory.max": "9000", "memory.current": "8000", "memory.stat": "active_file 5\ninactive_file 2"},
+            1007,
+        ),
+        (
+            "4:memory:/docker/4f3a\n0::/",
+            {
+                "memory/memory.limit_in_bytes": "9000",
+                "memory/memory.usage_in_bytes": "9000",
+                "memory/memory.stat": "active_file 0\ninactive_file 0\ntotal_active_file 10\ntotal_inactive_file 20",
+            },
+            30,
+        ),
+        (
+            "0::/app",
+            {
+                "app/memory.max": "9000",
+                "app/memory.current": "9000",
+                "app/memory.stat": "active_file 0\ninactive_file 0",
+                "memory.max": "max",
+            },
+            0,
+        ),
+        (
+            "0::/",
+            {"memory.max": "max", "memory.current": "8000", "memory.stat": "active_file 5\ninactive_file 2"},
+            None,
+        ),
+        ("0::/", {"memory.max": "9000", "memory.current": "damaged", "memory.stat": "damaged"}, None),
+        ("", {}, None),
+    ],
+    ids=["v2", "v1 in a container", "full", "without limit", "damaged", "none"],
+)
+def test_memory_of_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: Mapping[str, str], available: int | None
+) -> None:
+    memory = psutil.virtual_memory()._replace(available=1 << 40)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    tree = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    root = write_tree(tmp_path, {"proc/self/cgroup": groups, **tree})
+    assert available_memory(root) == (memory.available if available is None else available)
 
 
 def test_lists_of_processors() -> None:

@@ -81,9 +81,9 @@ def test_mappings_of_others_are_kept(file: Path) -> None:
 
 def test_more_than_the_limit_is_dropped_but_for_a_part_of_the_copy_that_is_read(file: Path, copy: Path) -> None:
     (own, own_pages), (other, copy_pages) = mapped(file, copy)
-    both = MappedPages([*own_pages._ranges, *copy_pages._ranges])
+    both = MappedPages([*own_pages._mappings, *copy_pages._mappings])
     limit = PageLimit(SIZE * 2, lambda: (own_pages, both))
-    limit.renew(None, tight=False)
+    limit.renew(None, 1)
     assert resident(file) == resident(copy) == 0
     assert own[:] == CONTENTS
     limit.enforce()
@@ -91,13 +91,42 @@ def test_more_than_the_limit_is_dropped_but_for_a_part_of_the_copy_that_is_read(
     assert other[:] == CONTENTS * 2
     limit.enforce()
     assert resident(file) == resident(copy) == 0
-    limit.renew(both, tight=True)
+    limit.renew(both, 1)
     assert own[:] == CONTENTS
     assert other[:] == CONTENTS * 2
     limit.enforce()
     assert resident(copy) == 0  # the larger mapping goes first
-    limit.renew(None, tight=False)
+    limit.renew(None, 1)
     assert resident(file) == 0
+
+
+def test_packed_weights_are_dropped_while_a_session_is_loaded(copy: Path) -> None:
+    packed = b"kernel|%d;%d;1f" % (SIZE, SIZE)
+    with pages_dropped([copy], packed) as found, copy.open("rb") as handle:
+        row = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ)
+        whole = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ, offset=SIZE)
+        assert row[:] == whole[:] == CONTENTS
+        until = time.monotonic() + 60
+        while resident(copy) > SIZE:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert resident(copy) == SIZE, "what is not packed may have been unmapped"
+    assert found[0].size == 2 * SIZE
+
+
+def test_rows_of_what_is_not_packed_are_dropped_after_many_tokens(copy: Path) -> None:
+    with pages_dropped([copy], b"kernel|%d;%d;1f" % (SIZE, SIZE)) as found, copy.open("rb") as handle:
+        row = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ)
+        whole = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ, offset=SIZE)
+    limit = PageLimit(SIZE * 8, lambda: found)
+    limit.renew(None, 1)
+    assert row[:] == whole[:] == CONTENTS
+    limit.renew(None, 60)
+    assert resident(copy) == 2 * SIZE
+    limit.renew(None, 60)
+    assert resident(copy) == SIZE
+    assert row[:] == CONTENTS
 
 
 def test_a_large_limit_is_kept_in_a_thread(tmp_path: Path) -> None:
@@ -107,7 +136,7 @@ def test_a_large_limit_is_kept_in_a_thread(tmp_path: Path) -> None:
         handle.truncate(size)
     ((mapping, pages),) = mapped_zeros(path)
     limit = PageLimit(64 << 20, lambda: [pages])
-    limit.renew(None, tight=False)
+    limit.renew(None, 1)
     assert mapping[:].count(0) == size
     until = time.monotonic() + 60
     while resident(path) >= size:

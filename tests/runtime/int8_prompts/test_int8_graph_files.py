@@ -28,8 +28,8 @@ from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.int8_prompts import int8_graph_files
 from edgerun.runtime.int8_prompts.int8_graph_files import (
     int8_graph_bytes,
-    int8_graph_obstacle,
     int8_graph_path,
+    int8_graph_plan,
     verify_int8_graph,
 )
 from edgerun.runtime.measure.logit_quality import log_softmax
@@ -246,7 +246,9 @@ def test_a_progress_function_can_abandon_the_work(int4: Path, cache: Path) -> No
 def test_what_has_no_quantized_products_has_no_int8_graph(
     tiny_bundle: Path, tiny_bundle_of: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert "no products of quantized weights" in (int8_graph_obstacle(open_bundle(tiny_bundle)) or "")
+    assert "no products of quantized weights" in str(int8_graph_plan(open_bundle(tiny_bundle)))
     assert int8_path_of(tiny_bundle) is None
     assert not caplog.records
-    assert int8_graph_obstacle(open_bundle(tiny_bundle_of("llama", "int4"))) is None
+    plan = int8_graph_plan(open_bundle(tiny_bundle_of("llama", "int4")))
+    assert isinstance(plan, int)
+    assert plan > 0

@@ -58,8 +58,7 @@ def test_an_answer_whose_cache_does_not_fit_beside_the_others_waits(
 ) -> None:
     with edgerun.load(tiny_bundle, threads=1) as engine:
         token_bytes = engine.graph_io.cache_bytes_per_token
-    memory = type("Memory", (), {"available": 2 * 100 * token_bytes})
-    monkeypatch.setattr("edgerun.runtime.loaded_model.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("edgerun.runtime.loaded_model.available_memory", lambda: 2 * 100 * token_bytes)
     with edgerun.load(tiny_bundle, threads=1, prefix_cache=0) as engine:
         first, second, third = (
             engine.stream("the", raw=True, max_tokens=count, ignore_eos=True) for count in (80, 30, 10)
