@@ -656,6 +656,7 @@ export const strings = {
       other: "another drafter",
     },
     ids: (ids) => `${ids.length > 1 ? "ids" : "id"} ${ids.join(", ")}`,
+    inPass: (pass) => `pass ${pass} over its block`,
     keys: "Arrow keys go from token to token, Enter goes to the alternatives, Esc closes.",
     label: (text, percent, origin) => `“${text}”, ${percent}. ${origin}`,
     legend: "Meaning of the colours",
@@ -678,10 +679,12 @@ export const strings = {
     show: "Look inside: tokens and probabilities",
     special: "control token",
     specialToken: (text) => `control token ${text}`,
-    summary: ({ tokens, accepted, passes, mean }) =>
+    summary: ({ tokens, accepted, passes, mean, filled }) =>
       [
         count(tokens, "token", "tokens"),
-        accepted
+        filled.size
+          ? `in blocks, of which ${percent((filled.get(1) ?? 0) / tokens)} found in the first pass`
+          : accepted
           ? `${digits(accepted)} accepted from drafts (${percent(accepted / tokens)}): ${count(passes, "pass", "passes")} instead of ${digits(passes + accepted)}`
           : `none from drafts: ${count(passes, "pass", "passes")}`,
         `mean probability ${percent(mean)}`,

@@ -86,19 +86,22 @@ export function splitIntoPieces(content, tokens) {
  * What the tokens of an answer add up to.
  *
  * @returns {{tokens: number, accepted: number, passes: number, mean: number, drafters: Map<string, number>,
- *   kinds: Map<string, number>}} mean: the mean probability; drafters: accepted tokens by drafter
+ *   kinds: Map<string, number>, filled: Map<number, number>}} mean: the mean probability; drafters: accepted tokens by
+ *   drafter; filled: tokens by the pass over their block
  */
 export function summaryOf(tokens) {
   const drafters = new Map();
   const kinds = new Map();
+  const filled = new Map();
   const count = (counts, name) => counts.set(name, (counts.get(name) ?? 0) + 1);
   let probability = 0;
   for (const token of tokens) {
     probability += probabilityOf(token);
     count(kinds, token.kind);
     if (token.kind === "accepted") count(drafters, token.drafter);
+    if (token.kind === "filled") count(filled, token.block_pass);
   }
   const accepted = kinds.get("accepted") ?? 0;
   const passes = tokens.length - accepted - (kinds.get("chosen") ?? 0);
-  return { tokens: tokens.length, accepted, passes, mean: tokens.length ? probability / tokens.length : 0, drafters, kinds };
+  return { tokens: tokens.length, accepted, passes, mean: tokens.length ? probability / tokens.length : 0, drafters, kinds, filled: new Map([...filled].sort()) };
 }

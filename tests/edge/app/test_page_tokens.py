@@ -14,6 +14,7 @@ pytest.importorskip("playwright", reason="needs playwright")
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from support.block_models import write_block_model
 from support.browser import BrowserPage, browser_page, look
 from support.chat_page import opened
 from support.page_server import page_server
@@ -335,3 +336,17 @@ def test_another_token_of_a_real_answer_makes_another_answer(tmp_path: Path, chr
         without = chat.ask("list all folders")
         expect(without.get_by_role("button", name="Regenerate")).to_be_attached()
         expect(without.get_by_role("button", name="Look inside")).to_have_count(0)
+
+
+def test_tokens_of_a_model_that_fills_blocks_say_which_pass_found_them(tmp_path: Path, chromium: Browser) -> None:
+    bundle = write_block_model(tmp_path / "model", max_position_embeddings=128)
+    with opened(chromium, tmp_path / "home", bundle, "--draft", "none") as app, app.window() as chat:
+        chat.send("the sea")
+        answer = chat.in_state("length")
+        answer.get_by_role("button", name="Look inside: tokens and probabilities").click()
+        expect(answer.locator(".token-summary")).to_have_text(re.compile(r"in blocks, of which \d+\s% found in the"))
+        answer.get_by_label("origin").click()
+        expect(answer.get_by_role("list", name="Meaning of the colours")).to_contain_text("pass 1 over its block")
+        answer.locator(".token.is-filled-2").first.click()
+        expect(details(chat.page)).to_contain_text("Found in pass 2 over its block.")
+        look(chat.page, "tokens-of-blocks")

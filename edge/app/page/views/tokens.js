@@ -14,6 +14,7 @@ const SHOW_AFTER = 200; // milliseconds under the pointer
 const HIDE_AFTER = 250; // milliseconds to get from a token into its details
 /** Kinds of tokens that the model has chosen by itself. */
 const OWN = ["prefill", "decoded", "bonus"];
+const LAST_PASS = 6; // later ones over a block have its colour
 
 function readMode() {
   try {
@@ -33,8 +34,8 @@ function keepMode(mode) {
 }
 
 function classOf(piece) {
-  const { kind, drafter } = piece.tokens[0];
-  const own = OWN.includes(kind) ? "own" : kind;
+  const { kind, drafter, block_pass: pass } = piece.tokens[0];
+  const own = OWN.includes(kind) ? "own" : kind === "filled" ? `filled-${Math.min(pass, LAST_PASS)}` : kind;
   return `token level-${levelOf(piece.probability)} is-${own}${kind === "accepted" ? ` by-${drafter}` : ""}${piece.special ? " special" : ""}`;
 }
 
@@ -114,7 +115,7 @@ function useActivePiece(list, pieces, id) {
 }
 
 function Legend({ mode, summary }) {
-  const { drafters, kinds } = summary;
+  const { drafters, kinds, filled } = summary;
   if (mode === "probability") {
     return html`<ul class="token-legend" aria-label=${strings.tokens.legend}>
       ${strings.tokens.levels.map((name, level) => html`<li key=${level}><i class=${`swatch level-${level}`}></i>${name}</li>`)}
@@ -125,6 +126,7 @@ function Legend({ mode, summary }) {
     ...[...drafters].map(([drafter, count]) => [`is-accepted by-${drafter}`, strings.tokens.acceptedFrom(strings.tokens.drafters[drafter] ?? drafter), count]),
     ["is-corrected", strings.tokens.corrected, kinds.get("corrected") ?? 0],
     ["is-own", strings.tokens.own, own],
+    ...[...filled].map(([pass, count]) => [`is-filled-${Math.min(pass, LAST_PASS)}`, strings.tokens.inPass(pass), count]),
     ["is-chosen", strings.tokens.chosen, kinds.get("chosen") ?? 0],
   ].filter(([, , count]) => count);
   return html`<ul class="token-legend" aria-label=${strings.tokens.legend}>
