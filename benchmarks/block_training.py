@@ -25,6 +25,9 @@ _PROMPT: Final = 2 * LENGTH
 """Tokens of a prompt: filled up in front, so that an answer is one block."""
 VOCABULARY: Final = ["<end>", "<fill>", "=", *TASKS, *_LETTERS, "<mask>"]
 _MASK: Final = len(VOCABULARY) - 1
+_TRACES: Final = 16
+"""Batches of answers from which the network of the rule `learned` is trained."""
+_NETWORK_STEPS: Final = 600
 _CONFIG: Final[Mapping[str, Any]] = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": 128,
@@ -88,6 +91,8 @@ def train(kind: str, folder: Path, steps: int) -> None:
         if step % 200 == 0:
             print(f"{kind}: step {step}, loss {float(loss):.4f}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
+    if kind == "sdar":
+        train_network(model, mask, folder)
     model.save_pretrained(folder, safe_serialization=True)
     block_settings = {"block_size": LENGTH, "mask_token_id": _MASK} if kind == "sdar" else {}
     config = {**_CONFIG, "model_type": kind, "architectures": ["Qwen3ForCausalLM"], **block_settings}
@@ -95,6 +100,49 @@ def train(kind: str, folder: Path, steps: int) -> None:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, "<fill>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def train_network(model: Any, mask: Any, folder: Path) -> None:
+    """Train the network of the rule `learned`: is a candidate the token of the finished text? Learn2PD's filter."""
+    import torch  # noqa: PLC0415 -- only here
+    from safetensors.torch import save_file  # noqa: PLC0415 -- only here
+
+    random, seen, right = np.random.default_rng(3), [], []
+    for _ in range(_TRACES):
+        prompts = [request(TASKS[row % len(TASKS)], random)[0] for row in range(_BATCH)]
+        tokens = torch.tensor([[*prompt, *[_MASK] * LENGTH] for prompt in prompts])
+        found = []
+        for _ in range(LENGTH):
+            with torch.no_grad():
+                logits = model(input_ids=tokens, attention_mask=mask).logits[:, _PROMPT:]
+            logits[..., _MASK] = -torch.inf
+            masked = tokens[:, _PROMPT:] == _MASK
+            confidence, candidate = logits.softmax(-1).max(-1)
+            confidence = confidence.where(masked, torch.ones(()))
+            found.append((confidence, candidate, masked))
+            best = confidence.masked_fill(~masked, -1).argmax(1, keepdim=True)
+            tokens[:, _PROMPT:].scatter_(1, best, candidate.gather(1, best))
+        for confidence, candidate, masked in found:
+            seen.append(confidence)
+            right.append(torch.stack([candidate == tokens[:, _PROMPT:], masked], -1))
+    inputs, labels = torch.cat(seen), torch.cat(right)
+    network = torch.nn.Sequential(torch.nn.Linear(LENGTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, LENGTH))
+    optimizer = torch.optim.Adam(network.parameters(), 3e-3)
+    for _ in range(_NETWORK_STEPS):
+        rows = torch.randint(len(inputs), (_BATCH * 8,))
+        each = torch.nn.functional.binary_cross_entropy_with_logits(
+            network(inputs[rows]), labels[rows, :, 0].float(), reduction="none"
+        )
+        loss = each[labels[rows, :, 1]].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tensors = {
+        f"{name}.{part}": getattr(layer, part).detach().contiguous()
+        for name, layer in (("hidden", network[0]), ("output", network[2]))
+        for part in ("weight", "bias")
+    }
+    save_file(tensors, folder / "network.safetensors")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A model that fills blocks (SDAR's layout) and one that generates token by token,
 trained on the same tasks with lists of eight letters, as in ParallelBench (arXiv 2510.04767): copying, reversing,
 sorting, and shuffling, where every order of the letters is right and the places depend on each other. Then both answer
 held-out requests, sampled at a temperature of 1, the first one by every rule. Training needs torch and transformers;
-models are kept in `--work`. Prints a table, then one JSON line.
+models are kept in `--work`. Prints a table, then one JSON line; `--plot FILE` needs matplotlib.
 
 Examples: python benchmarks/blocks.py --train-python ~/torch/bin/python --steps 2000; python benchmarks/blocks.py
 """
@@ -32,6 +32,8 @@ _RULES: Final = (
     *("in-order:1", "in-order:2", "in-order:4", "in-order:8", "fixed:1", "fixed:2", "fixed:4"),
     *("threshold:0.95", "threshold:0.9", "threshold:0.7", "threshold:0.5", "factor:0.5", "factor:1", "factor:2"),
     *("entropy:0.1", "entropy:0.5", "nll:0.1", "nll:0.5", "prophet:1", "prophet:0.5", "local-leap", "stable"),
+    *("unit:0.9", "unit:0.7", "unit:0.5", "learned:{folder}/network.safetensors,0.9"),
+    *("learned:{folder}/network.safetensors,0.7", "learned:{folder}/network.safetensors,0.5"),
 )
 
 
@@ -66,6 +68,25 @@ def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
     return {**{task: count / requests for task, count in right.items()}, "tokens per pass": tokens / passes}
 
 
+def plot(results: dict[str, dict[str, float]], file: Path) -> None:
+    """Draw the right answers of each task over the tokens per pass; rules of one name are joined."""
+    from matplotlib import pyplot  # noqa: PLC0415 -- only here
+
+    _, axes = pyplot.subplots(1, len(TASKS), figsize=(16, 4.5), sharey=True, layout="tight")
+    for axis, task in zip(axes, TASKS, strict=True):
+        for name in dict.fromkeys(rule.partition(":")[0] for rule in results):
+            points = sorted(
+                (found["tokens per pass"], found[task])
+                for rule, found in results.items()
+                if rule.partition(":")[0] == name
+            )
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+        axis.set(title=task, xlabel="tokens per pass", ylim=(-0.03, 1.03))
+    axes[0].set_ylabel("right answers")
+    axes[-1].legend(fontsize=8)
+    pyplot.savefig(file)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,6 +94,7 @@ def main() -> None:
     parser.add_argument("--train-python", default=sys.executable, help="interpreter with torch and transformers")
     parser.add_argument("--steps", type=int, default=2000, help="of training, for each model")
     parser.add_argument("--requests", type=int, default=100, help="for each task and rule")
+    parser.add_argument("--plot", type=Path, help="picture of accuracy against tokens per pass, .svg or .png")
     options = parser.parse_args()
     results = {}
     for kind in ("sdar", "qwen3"):
@@ -82,11 +104,15 @@ def main() -> None:
         if not (bundle := options.work / f"{kind}-bundle").is_dir():
             export_checkpoint(options.work / kind, bundle, ExportRecipe(FP32))
         for rule in _RULES if kind == "sdar" else (None,):
-            results[rule or "token by token"] = measure(bundle, rule, options.requests)
+            name = (rule or "token by token").replace("{folder}/network.safetensors,", "")
+            given = None if rule is None else rule.replace("{folder}", str(options.work / kind))
+            results[name] = measure(bundle, given, options.requests)
     table = Table(*("rule", *TASKS, "tokens per pass"))
     for rule, found in results.items():
         table.add_row(rule, *(f"{found[each]:.2f}" for each in (*TASKS, "tokens per pass")))
     Console().print(table)
+    if options.plot is not None:
+        plot(results, options.plot)
     print(json.dumps({"benchmark": "blocks", "requests": options.requests, "results": results}))
 
 
