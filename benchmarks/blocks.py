@@ -48,7 +48,7 @@ def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
     """Share of right answers by task, and tokens per pass."""
     random = np.random.default_rng(2)
     right, tokens, passes = dict.fromkeys(TASKS, 0), 0, 0
-    with edgerun.load(model, threads=1, speculation="off", cache=False) as engine:
+    with edgerun.load(model, threads=1, cache=False) as engine:
         for number in range(requests * len(TASKS)):
             task = TASKS[number % len(TASKS)]
             prompt, _ = request(task, random)
@@ -59,7 +59,8 @@ def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
                 temperature=1.0,
                 seed=number,
                 ignore_eos=True,
-                **({} if rule is None else {"block_rule": rule}),
+                speculation=edgerun.Speculation.OFF,
+                block_rule=rule,
             )
             answer = [VOCABULARY.index(word) for word in reply.text.split()]
             right[task] += is_right(task, prompt, answer)
