@@ -73,7 +73,7 @@ def main() -> None:
     print(
         f"{options.shape} in {options.limit / 1e9:.1f} GB: loaded in {found['load_s']:.1f} s, "
         f"a prompt of {options.prompt} tokens in {found['prompt_s']:.0f} s, "
-        f"then {found['token_s'] * 1000:.0f} ms a token; {found['anonymous_mib']:.0f} MiB are no mapped files"
+        f"then {found['token_s'] * 1000:.0f} ms a token; {found['anonymous_mib']:.0f} MiB of private memory"
     )
     print(json.dumps({"benchmark": "limited_memory", "limit": options.limit, **found}))
 
