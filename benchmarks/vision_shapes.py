@@ -104,7 +104,8 @@ class SmolVlmShape(VisionShape):
     def image_tokens(self) -> list[str]:
         """See `VisionShape.image_tokens`."""
         places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-        return ["<image>", "<fake_token_around_image>", "<global-img>", *places]
+        # llama.cpp looks for a token of two line ends.
+        return ["<image>", "<fake_token_around_image>", "<global-img>", "\n\n", *places]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """See `Shape.tensors`."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # Pillow is an extra
 
 MAX_BYTES: Final = 32 << 20
 """Most bytes of an encoded image."""
-MAX_PIXELS: Final = 1 << 25
-"""Most pixels of an image, 33 million: of 3 bytes, or 7 while transparency is removed."""
+MAX_PIXELS: Final = 24 << 20
+"""Most pixels of an image, 25 million: of 4 bytes, or 9 while transparency is removed."""
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _HINT: Final = f"give one that is {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
 _EXTRA: Final = 'pip install "edge-run[images]"'
@@ -86,7 +86,7 @@ def decode_image(data: bytes) -> Image:
         InputError: it is damaged, of another format, or has too many pixels.
     """
     require_pillow()
-    from PIL import Image, ImageOps  # noqa: PLC0415 -- an extra
+    from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 -- an extra
 
     try:
         with warnings.catch_warnings():
@@ -97,9 +97,14 @@ def decode_image(data: bytes) -> Image:
                     what = f"an image has {width} x {height} pixels"
                     raise InputError(what, f"the limit is {MAX_PIXELS} pixels: make it smaller")
                 image.load()
-                return _rgb(ImageOps.exif_transpose(image))
+                ImageOps.exif_transpose(image, in_place=True)
+                return _rgb(image)
     except InputError:
         raise
+    except Image.DecompressionBombError as error:
+        raise InputError("an image has over 100 million pixels", f"the limit is {MAX_PIXELS} pixels") from error
+    except UnidentifiedImageError as error:
+        raise InputError("an image cannot be read: its format is not known, or it is damaged", _HINT) from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"an image cannot be read: {reason}", _HINT) from error
@@ -110,9 +115,10 @@ def _rgb(image: Image) -> Image:
     from PIL import Image  # noqa: PLC0415 -- an extra
 
     if image.mode.startswith("I"):  # 16 bits of grey
-        return Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+        levels = np.asarray(image) >> 8
+        return Image.fromarray(levels.clip(0, 255, out=levels).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        image = image.convert("RGBA")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
         opaque = Image.new("RGB", image.size, "white")
         opaque.paste(image, mask=image.getchannel("A"))
         return opaque
