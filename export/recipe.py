@@ -53,6 +53,7 @@ class VisionChoice(StrEnum):
     """Formats of the weights of vision towers, and none for an export without."""
 
     FP32 = "fp32"
+    FP16 = "fp16"
     INT8 = "int8"
     NONE = "none"
 
@@ -290,7 +291,8 @@ class ExportRecipe:
     def vision_format(self) -> WeightFormat | None:
         """Format of the weights of a vision tower; None to leave it out."""
         chosen = self.vision_weights or (VisionChoice.FP32 if self.body == FP32 else VisionChoice.INT8)
-        return {str(VisionChoice.FP32): FP32, str(VisionChoice.INT8): INT8}.get(chosen)
+        formats = {VisionChoice.FP32: FP32, VisionChoice.FP16: WeightFormat(16), VisionChoice.INT8: INT8}
+        return {str(name): each for name, each in formats.items()}.get(chosen)
 
     @property
     def draft_format(self) -> WeightFormat | None:

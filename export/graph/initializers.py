@@ -56,7 +56,7 @@ class Initializers:
         """`report_weights` is called with the number of weights just written."""
         self.protos: list[TensorProto] = []
         self.conversions: list[NodeProto] = []
-        """Nodes that convert scales stored in float16 to float32; ONNX Runtime folds them when it loads the graph."""
+        """Nodes that convert what is stored in float16 to float32; ONNX Runtime folds them when it loads the graph."""
         self.linear_bits: dict[str, int] = {}
         """Stored bits by linear, including scales and padding; a shared matrix counts once."""
         self._checkpoint = checkpoint
@@ -90,12 +90,19 @@ class Initializers:
                 self._report_weights(chunk.size)
         return name
 
-    def float32_transposed(self, linear: FusedLinear) -> str:
-        """Add the transposed matrix [K, N] of a linear in float32; the whole matrix is in memory meanwhile."""
-        matrix = np.concatenate([self._checkpoint.read(source) for source in linear.weights])
-        name = self._store(f"{linear.name}.weight", matrix.T, linear)
+    def float32_transposed(self, linear: FusedLinear, *, half: bool = False) -> str:
+        """Add the transposed matrix [K, N] of a linear in float32, or stored in `half` of the bytes.
+
+        The whole matrix is in memory meanwhile. Returns the name of the matrix in float32.
+        """
+        matrix = np.concatenate([self._checkpoint.read(source) for source in linear.weights]).T
         self._report_weights(matrix.size)
-        return name
+        if not half:
+            return self._store(f"{linear.name}.weight", matrix, linear)
+        largest = np.finfo(np.float16).max  # a larger weight would be stored as infinity
+        return self._as_float32(
+            self._store(f"{linear.name}.half_weight", matrix.clip(-largest, largest).astype(np.float16), linear)
+        )
 
     def quantized(self, linear: FusedLinear, weight_format: WeightFormat) -> StoredMatrix:
         """Add the quantized matrix of a linear in the layout of MatMulNBits (see `quantization.codes`).
@@ -181,8 +188,8 @@ class Initializers:
         return self._as_float32(self._add(linear, HALF_SCALES, scales.astype(np.float16)))
 
     def _as_float32(self, stored: str) -> str:
-        """The name of scales in float32, for the name of those that are stored."""
-        name = stored.replace(HALF_SCALES, "scales")
+        """The name of scales or weights in float32, for the name of those that are stored."""
+        name = stored.replace(".half_", ".")
         if name != stored:
             self.conversions.append(helper.make_node("Cast", [stored], [name], name=name, to=TensorProto.FLOAT))
         return name

@@ -129,10 +129,11 @@ class Nodes:
         bias = self.weights.vector(f"{linear.name}.bias", linear.biases) if linear.biased else ""
         if weight_format.offsets:
             return self._linear_with_offsets(linear, weight_format, value, bias)
-        if weight_format.bits != 32:
+        if weight_format.bits < 16:
             inputs = [value, *self.weights.quantized(linear, weight_format).inputs(bias)]
             return self.matmul_nbits(linear.shape, weight_format, inputs, linear.name)
-        product = self.add("MatMul", [value, self.weights.float32_transposed(linear)], f"{linear.name}.product")
+        matrix = self.weights.float32_transposed(linear, half=weight_format.bits == 16)
+        product = self.add("MatMul", [value, matrix], f"{linear.name}.product")
         return self.add("Add", [product, bias], linear.name) if bias else product
 
     def _linear_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:

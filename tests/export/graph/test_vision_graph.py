@@ -63,6 +63,28 @@ def test_int8_weights_are_smaller_and_close(tmp_path: Path) -> None:
     assert open_bundle(exact).fingerprint != open_bundle(rounded).fingerprint
 
 
+def test_float16_weights_are_half_as_large_and_closer(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    made = {
+        name: export_checkpoint(source, tmp_path / name, ExportRecipe(FP32, vision_weights=name)).bundle
+        for name in ("fp32", "fp16", "int8")
+    }
+    sizes = {name: (bundle / VISION_WEIGHTS_NAME).stat().st_size for name, bundle in made.items()}
+    assert sizes["fp16"] < 0.6 * sizes["fp32"]
+    features = {name: features_of(bundle) for name, bundle in made.items()}
+    errors = [np.linalg.norm(features[name] - features["fp32"]) for name in ("fp16", "int8")]
+    assert 0 < errors[0] < 0.1 * errors[1]
+
+
+def test_weights_too_large_for_float16_are_its_largest(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    weights = load_file(source / "model.safetensors")
+    weights["model.vision_model.encoder.layers.0.mlp.fc1.weight"][0, 0] = 1e6
+    save_file(weights, source / "model.safetensors")
+    bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, vision_weights="fp16")).bundle
+    assert np.isfinite(features_of(bundle)).all()
+
+
 def test_the_tower_can_be_left_out(tmp_path: Path) -> None:
     source = write_vision_checkpoint(tmp_path / "checkpoint")
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32, vision_weights="none")).bundle
