@@ -291,8 +291,7 @@ class ExportRecipe:
     def vision_format(self) -> WeightFormat | None:
         """Format of the weights of a vision tower; None to leave it out."""
         chosen = self.vision_weights or (VisionChoice.FP32 if self.body == FP32 else VisionChoice.INT8)
-        formats = {VisionChoice.FP32: FP32, VisionChoice.FP16: WeightFormat(16), VisionChoice.INT8: INT8}
-        return {str(name): each for name, each in formats.items()}.get(chosen)
+        return {"fp32": FP32, "fp16": WeightFormat(16), "int8": INT8}.get(chosen)
 
     @property
     def draft_format(self) -> WeightFormat | None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, shown
 from ..architectures.vision import SIGLIP_DEFAULTS, Projector, VisionFamily
+from ..gguf.gguf_model import GgufModel, GgufTower
 from .config import DecoderConfig
 from .json_fields import count, number, read_json
 from .safetensors_files import Checkpoint
@@ -64,9 +65,13 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         CheckpointError: config.json lacks a setting of the tower, or has one that is not supported.
     """
     family = decoder.traits.vision
-    if family is None or not isinstance(source, Checkpoint):
+    files: Checkpoint | GgufTower | None = None
+    if isinstance(source, Checkpoint):
+        files = Checkpoint(source.folder, ())
+    elif isinstance(source, GgufModel):
+        files = source.vision
+    if family is None or files is None:
         return None
-    files = Checkpoint(source.folder, ())
     tower = next((name for name in family.towers if files.has_any(f"{name}.{family.layers}.")), None)
     projector = next((name for name in family.projectors if files.has_any(f"{name}.")), None)
     if tower is None or projector is None:

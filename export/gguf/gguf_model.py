@@ -26,6 +26,7 @@ from ..checkpoint.source import (
 )
 from .config_json import ROPE_FACTORS, architecture, config_settings
 from .gguf_tokenizer import GgufTokenizer
+from .mmproj import IMAGE_TOKEN, checkpoint_name, find_mmproj, processor_settings, seeing_config, unknown_tensor
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -110,6 +111,9 @@ class GgufModel(ModelSource):
             embedding.shape[0],
             self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
         )
+        projector = find_mmproj(self._path) if self._family == "llama" else None
+        self.vision: GgufTower | None = None if projector is None else GgufTower(projector, folder)
+        """The vision tower in a file beside this one."""
 
     def write_config_files(self) -> None:
         """Write config.json, tokenizer.json and the other small files of a checkpoint to `folder`.
@@ -119,7 +123,12 @@ class GgufModel(ModelSource):
         """
         vocabulary = GgufTokenizer(self._header, self._settings["vocab_size"])
         tokens = vocabulary.token_ids()
-        self._write("config.json", {**self._settings, **tokens})
+        config = {**self._settings, **tokens}
+        if self.vision is not None:
+            image = vocabulary.find(IMAGE_TOKEN)
+            config = {**seeing_config(self.vision.header, config, image), **tokens}
+            self._write("preprocessor_config.json", processor_settings(self.vision.header, config))
+        self._write("config.json", config)
         self._write("generation_config.json", tokens)
         self._write("tokenizer_config.json", vocabulary.tokenizer_config())
         (self.folder / "tokenizer.json").write_text(vocabulary.tokenizer_json(), encoding="utf-8")
@@ -222,6 +231,28 @@ class GgufModel(ModelSource):
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         text = json.dumps(data, indent=2, ensure_ascii=False)
         (self.folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+class GgufTower(GgufModel):
+    """The tensors of a vision tower in a GGUF file, by their Hugging Face names."""
+
+    def __init__(self, header: GgufHeader, folder: Path) -> None:
+        """Map tensor names, without reading weights.
+
+        Raises:
+            CheckpointError: the file adds a tensor.
+        """
+        self.folder, self.header = folder, header
+        self._path, self._header, self._family = header.path, header, "clip"
+        self._tensors, self._gguf_names = {}, {}
+        for gguf_name, tensor in header.tensors.items():
+            if (name := checkpoint_name(gguf_name)) is None:
+                raise unknown_tensor(header, gguf_name)
+            self._tensors[name], self._gguf_names[name] = tensor, gguf_name
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether the name of some tensor begins like that."""
+        return any(name.startswith(prefix) for name in self._tensors)
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:

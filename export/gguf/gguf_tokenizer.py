@@ -255,6 +255,10 @@ class GgufTokenizer:
             raise self._metadata.wrong(f"{key} is {token}", f"the vocabulary has {len(self._tokens)} tokens")
         return token
 
+    def find(self, text: str) -> int | None:
+        """The id of a token by its text; None where the vocabulary lacks it."""
+        return self._tokens.index(text) if text in self._tokens else None
+
     def _unique_ids(self) -> dict[str, int]:
         """Return the id of each token, without those that only pad the vocabulary."""
         ids: dict[str, int] = {}
