@@ -1,12 +1,22 @@
-"""Passes over long contexts: the model's own graph, the one for long contexts, and what is chosen.
+"""Long contexts: what passes cost there, and what drafts of the target over few of its cache slots gain.
 
-Both graphs of one model of a known shape, with random weights, take turns at passes over 1, 2, 4 and 8 tokens after
-filled caches. The third column is what a loaded model does, once it has measured both. The time that a context adds is
-compared with reading its keys and values once at the memory bandwidth, which is measured in the same run. Prints a
-table of medians, then one JSON line.
+Without `--text`, both graphs of one model of a known shape, with random weights, take turns at passes over 1 to 8
+tokens after filled caches; the third column is what a loaded model does, once it has measured both. The time that a
+context adds is compared with reading its keys and values once at the memory bandwidth, which is measured in the same
+run. Draft passes over few slots take turns with them, and from the medians follows the speed over plain decoding by the
+share of draft tokens that are accepted: the best chain of a fixed length, with the copies shared out.
 
-Examples: python benchmarks/long_context.py; python benchmarks/long_context.py --contexts 2048 --turns 25
-          python benchmarks/long_context.py --contexts 32768 65536 131064 --turns 3
+With `--text`, texts are decoded after long contexts: plainly, with `suffix` and `edit`, and with `sparse` as well.
+With `--accepted own` the model answers by itself, once after a text and once after the beginning of a passage that is
+to be copied, and the answers must be equal. With a number, the weights are random and the text is given, so every pass
+costs what it costs and what repeats is found; the logits of draft passes are replaced by ones that have the recorded
+token with a probability p and are right in the share p of all positions, p being the number on average. With 0 they
+stay random, with -1 they are certain of a wrong token.
+
+Prints tables, then one JSON line.
+
+Examples: python benchmarks/long_context.py; python benchmarks/long_context.py --contexts 8192 16384 32512
+          python benchmarks/long_context.py --model DIR --text aider_sessions.md --contexts 8192 32000 --accepted 0.9 -1
 """
 
 from __future__ import annotations
@@ -38,12 +48,18 @@ from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.long_context.long_graph import LongContextGraph
 from edgerun.runtime.measure.pass_timing import pad_cache
 from edgerun.runtime.measure.system_load import LoadMeter
+from edgerun.runtime.speculation.drafters.sparse_cache import load_sparse_draft
+from edgerun.runtime.speculation.pass_cost import PassCost
+from long_answers import CLASSES, answers, show_answers
 from shapes import SHAPES
 
-_WIDTHS: Final = (1, 2, 4, 8)
+_WIDTHS: Final = (1, 2, 3, 4, 6, 8)
 _FORMS: Final = ("own", "long", "chosen")
 _PAUSE_S: Final = 3e-3
 """Pause before each pass, until the threads of the other graph have ceased to spin."""
+_ACCEPTED: Final = (0.7, 0.8, 0.85, 0.9, 0.95)
+_REFRESH: Final = 32
+"""Number of tokens between two choices of slots, as in `sparse_cache.py`."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,10 @@ class AtContext:
     """Which graph a loaded model chose, by width."""
     resident: int
     """Bytes of memory of this process: a session of each graph, and the cache."""
+    draft: float
+    """Median time of a draft pass over one token."""
+    copy: float
+    """Median time of choosing slots and copying them."""
     others: float
     """Processors that other programs used meanwhile."""
 
@@ -94,6 +114,41 @@ def time_passes(bound: Mapping[str, BoundGraph], turns: int) -> dict[str, dict[i
     return times
 
 
+def time_drafts(bound: BoundGraph, graphs: ChosenGraphs, turns: int) -> tuple[float, float]:
+    """Median milliseconds of a draft pass, and of choosing and copying slots, in turns with passes that verify."""
+    new = load_sparse_draft(graphs, PassCost({1024: {1: 1e-3}}))
+    if isinstance(new, str):
+        raise SystemExit(f"the model cannot draft so: {new}")
+    draft = new()
+    draft.attach(bound.arena)
+    text = np.random.default_rng(0).integers(5, 20_000, bound.arena.length + 1).tolist()
+    found = []
+    for _ in range(turns + 2):
+        bound.forward((20, 21))
+        started = time.perf_counter()
+        draft.reset(text)
+        draft._copy_slots()
+        copied = time.perf_counter()
+        draft.logits(())  # runs behind other work, as the passes of a round do not
+        before = time.perf_counter()
+        for path in ((7,), (7, 8), (7, 8, 9)):
+            draft.logits(path)
+        found.append(((time.perf_counter() - before) / 3, copied - started))
+    step, copy = 1e3 * np.median(found[2:], axis=0)
+    return float(step), float(copy)
+
+
+def gain(found: AtContext, accepted: float) -> tuple[float, int]:
+    """Speed over plain decoding with chains of the best length, and that length; 1 and 0 where none pays."""
+    passes, best = found.milliseconds["chosen"], (1.0, 0)
+    for length in range(1, max(_WIDTHS)):
+        tokens = sum(accepted**depth for depth in range(length + 1))
+        verify = float(np.interp(length + 1, list(passes), list(passes.values())))
+        round_ms = verify + length * found.draft + tokens * found.copy / _REFRESH
+        best = max(best, (tokens * passes[1] / round_ms, length))
+    return best
+
+
 def measure(graphs: ChosenGraphs, further: LongContextGraph, context: int, turns: int) -> AtContext:
     """Time passes at a context."""
     arena = graphs.arena(context + max(_WIDTHS))
@@ -116,7 +171,8 @@ def measure(graphs: ChosenGraphs, further: LongContextGraph, context: int, turns
         name: {width: median(np.divide(times[name][width], times["own"][width]).tolist()) for width in _WIDTHS}
         for name in ("long", "chosen")
     }
-    return AtContext(context, milliseconds, ratios, chosen, psutil.Process().memory_info().rss, others)
+    drafting = time_drafts(bound["chosen"], graphs, turns)
+    return AtContext(context, milliseconds, ratios, chosen, psutil.Process().memory_info().rss, *drafting, others)
 
 
 def slopes(found: Sequence[AtContext]) -> dict[str, dict[int, float]]:
@@ -148,7 +204,14 @@ def show(found: Sequence[AtContext], read_ms: float, bandwidth: float) -> None:
         added = slopes(found)
         cells = [" / ".join(f"{added[name][width]:.2f}" for name in _FORMS) for width in _WIDTHS]
         table.add_row("per 1,024", *cells, "", "")
-    Console().print(table)
+    gains = Table(title="speed over plain decoding by the share of accepted draft tokens (length of the chain)")
+    for name in ("context", "draft ms", "copy ms", *map(str, _ACCEPTED)):
+        gains.add_column(name, justify="right")
+    for each in found:
+        cells = ["{:.2f} ({})".format(*gain(each, share)) for share in _ACCEPTED]
+        gains.add_row(str(each.context), f"{each.draft:.1f}", f"{each.copy:.1f}", *cells)
+    for shown in (table, gains):
+        Console(width=170).print(shown)
     print(f"memory: {bandwidth / 1e9:.1f} GB/s; reading 1,024 tokens of keys and values once takes {read_ms:.2f} ms")
 
 
@@ -177,7 +240,24 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--turns", type=int, default=9, help="turns at each context")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="a bundle with a real tokenizer, for --text")
+    parser.add_argument("--text", type=Path, nargs="+", help="decode these texts")
+    parser.add_argument("--accepted", nargs="+", choices=CLASSES, default=["0.9", "-1"])
+    parser.add_argument("--tokens", type=int, default=120, help="tokens of an answer")
+    parser.add_argument("--answers", type=int, default=3, help="answers of each text")
+    parser.add_argument("--fresh", action="store_true", help="forget what was learned before every answer")
+    parser.add_argument("--minutes", type=float, default=60.0)
     arguments = parser.parse_args()
+    if arguments.text is not None:
+        rows = answers(arguments)
+        show_answers(rows)
+        print(json.dumps({"benchmark": "long_context", "rows": rows}))
+    else:
+        passes(arguments)
+
+
+def passes(arguments: argparse.Namespace) -> None:
+    """Time passes of a shape."""
     longest = max(arguments.contexts) + max(_WIDTHS)
     opened = open_bundle(bundle(arguments.work, with_context(SHAPES[arguments.shape], longest), 128))
     # Threads that spin after a pass would take the cores from the other graph's pass.

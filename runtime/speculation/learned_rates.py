@@ -151,7 +151,7 @@ class DraftModelValue:
             path_prob: path probability of the node.
             free_prob: probability of the free drafters' best candidate at the node.
             price: price of one more token position, in tokens.
-            cost: cost of the draft model pass, in tokens.
+            cost: cost of the draft model pass, in tokens; infinite if it must not be tried.
             at_anchor: whether the node is the anchor, the only one where a pass is tried against expectation.
         """
         gain_without = max(0.0, path_prob * free_prob - price)
@@ -169,7 +169,7 @@ class DraftModelValue:
                 self._backoff.reset()
                 self._backoff.start()
             return True
-        if not at_anchor:
+        if not at_anchor or cost == math.inf:
             return False
         if self._backoff.left > 1:
             self._backoff.left -= 1

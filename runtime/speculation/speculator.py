@@ -175,7 +175,7 @@ class Speculator:
         started = time.perf_counter()
         anchor = self._token_ids[-1]
         self._replay = replay
-        if self._rounds % _PRICE_REFRESH == 0 or not self._curve or self._priced[:2] != self.others[:2]:
+        if self._rounds % _PRICE_REFRESH < 2 or not self._curve or self._priced[:2] != self.others[:2]:
             self._update_prices(context)
         self._rounds += 1
         if min(max_tokens, room) < 2:
@@ -234,9 +234,13 @@ class Speculator:
         emitted = result.emitted(tree)
         width = replayed + len(tree)
         pass_s = self._curve[min(width, len(self._curve)) - 1]
-        if not self.others.texts and (len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 0):
+        if not self.others.texts and (len(tree) > 1 or self._rounds % _PLAIN_OBSERVED_EVERY == 1):
             self.cost.observe(width, context - replayed, target_s)
         self._learn(draft, result, logits)
+        if self.model is not None and draft.draft_passes:
+            accepted = sum(tree.sources[node] == self.model.source for node in result.accepted_path)
+            narrower = self._curve[min(width - tree.sources.count(self.model.source), len(self._curve)) - 1]
+            self.model.settle(accepted - (draft.draft_s + pass_s - narrower) / self._curve[0])
         self._token_ids += emitted
         decay = 1 - 1 / _RATE_HORIZON
         self._emitted = self._emitted * decay + len(emitted)
@@ -333,7 +337,10 @@ class Speculator:
         """Update the seconds of passes by tokens of this sequence, beside those of others, and the prices."""
         self._priced = self.others
         other_tokens = self.others.tokens
-        self._curve = curve = self.cost.curve(context, other_tokens + self._max_width)[other_tokens:].tolist()
+        curve = self.cost.curve(context, other_tokens + self._max_width)[other_tokens:].tolist()
+        # The rate is in seconds that passes were expected to take.
+        self._seconds *= curve[0] / self._curve[0] if self._curve else 1.0
+        self._curve = curve
         rate = self.rate
         prices = []
         for width in range(1, len(curve)):

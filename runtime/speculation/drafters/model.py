@@ -54,11 +54,15 @@ class ModelDrafter(Drafter, Protocol):
         """Learn that the target generates in `arena` from now on; only drafts over what it computes use that."""
         del arena
 
+    def settle(self, gained: float) -> None:
+        """Learn what drafts of a round gained, in tokens of plain decoding, less what they cost."""
+        del gained
+
     def has_logits(self, path: Path) -> bool:
         """Whether `top_tokens(path)` takes no time."""
 
     def seconds(self, path: Path) -> float:
-        """Expected seconds of `top_tokens(path)` now."""
+        """Expected seconds of `top_tokens(path)` now; infinite if it should not be called."""
 
     def top_tokens(self, path: Path, count: int, temperature: float = 1.0) -> TopTokens:
         """The `count` most probable tokens after the sequence and `path`.

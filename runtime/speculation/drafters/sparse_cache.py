@@ -17,6 +17,8 @@ nearly equal distribution of the draft is mostly the same token.
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -51,6 +53,12 @@ _REFRESH: Final = 32
 """Number of accepted tokens after which blocks are chosen again."""
 _RECENT_TEXT: Final = 48
 """Number of tokens at the end of the text whose occurrences are looked up."""
+_REHEARSED: Final = 4
+"""Number of tokens of an answer on which it is tried whether the draft is right, before it drafts."""
+_ALLOWED_SHARE: Final = 1 / 256
+"""Part of the time that drafts may take which gain nothing."""
+_MOST_SAVED: Final = 8.0
+"""Tokens that may be left of what they have gained: more than the longest one costs."""
 _SCRATCH: Final = 256
 """Number of slots for draft tokens."""
 
@@ -87,10 +95,6 @@ class SparseCacheDraft(DraftModel):
     """
 
     source = Source.SPARSE
-    # The same model says what is likely: more often right than its probability, as only the cache differs.
-    prior = tuple(
-        rate ** (0.5 if index < len(DraftModel.prior) // 2 else 1) for index, rate in enumerate(DraftModel.prior)
-    )
 
     def __init__(self, bound: BoundGraph, cost: PassCost) -> None:
         super().__init__(bound, cost, bound.graph_io.vocab_size)
@@ -101,6 +105,10 @@ class SparseCacheDraft(DraftModel):
         """Number of tokens at the beginning of the text of which slots were chosen; 0 to choose again."""
         self._offset = 0
         """Position of a token less its slot, behind the copied ones."""
+        self._untried_from = 0
+        """Length of the text for a rehearsal on what the target wrote; 0 after it."""
+        self._left = 0.0
+        """Tokens of plain decoding whose time may be spent."""
         self.start(SamplingParams())
 
     def start(self, params: SamplingParams) -> None:
@@ -115,17 +123,25 @@ class SparseCacheDraft(DraftModel):
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""
         self._text, self._copied, self._stale = list(token_ids), 0, True
+        self._untried_from = len(self._text) + _REHEARSED
         self._sampler = Sampler(self._sampler.params, self.head)
         self._sampler.observe_prompt(self._text)
 
     def append(self, token: int) -> None:
         """Append a token to the sequence."""
         self._text.append(token)
+        self._left += _ALLOWED_SHARE
         self._sampler.observe((token,))
         self._stale = True
 
     def candidates(self, state: Path) -> Sequence[Candidate]:
-        """The most probable next tokens, and in place of the first one what the target's random number there draws."""
+        """The most probable next tokens, and in place of the first one what the target's random number there draws.
+
+        An answer is begun with a rehearsal instead: what is right beyond half of it may be staked.
+        """
+        if self._available and 0 < self._untried_from <= len(self._text):
+            self._left += max(2 * self._rehearse() - _REHEARSED, 0)
+            return ()
         found = super().candidates(state)
         if (logits := self._logits.get(state)) is None or not found:
             return found
@@ -133,6 +149,25 @@ class SparseCacheDraft(DraftModel):
             self._sampler.observe(state)
             token = self._sampler.choose(logits, len(self._text) + len(state))
         return [Candidate(token, found[0].bucket), *(each for each in found[1:] if each.token != token)]
+
+    def seconds(self, path: Path) -> float:
+        """Expected seconds of `candidates(path)`; infinite where nothing may be spent, or there is no answer yet."""
+        return math.inf if self._left < len(path) or len(self._text) < self._untried_from else super().seconds(path)
+
+    def settle(self, gained: float) -> None:
+        """Spend what drafts cost, and save what they gain."""
+        self._left = min(self._left + gained, _MOST_SAVED)
+
+    def _rehearse(self) -> int:
+        """How many of the last tokens the draft would have found, which takes one pass; nothing of it is kept."""
+        started, text = time.perf_counter(), self._text
+        self._text, self._untried_from, self._copied = text[:-_REHEARSED], 0, 0
+        self._copy_slots()
+        inputs, positions = self._own(text[-_REHEARSED - 1 : -1]), self._copied + np.arange(_REHEARSED)
+        logits = self._bound.forward(inputs, logits_for=range(_REHEARSED), positions=positions)
+        self._text = text
+        self._spent += time.perf_counter() - started
+        return int((logits.argmax(axis=1) == text[-_REHEARSED:]).sum())
 
     @property
     def pending(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +57,12 @@ def test_a_model_that_pays_again_resets_the_waits() -> None:
         value.pays(1.0, 0.0, 0.1, 5.0, at_anchor=True)
     assert value.pays(1.0, 0.0, 0.1, 0.0, at_anchor=True)
     assert [value.pays(1.0, 0.0, 0.1, 5.0, at_anchor=True) for _ in range(8)] == [False] * 7 + [True]
+
+
+def test_what_must_not_be_tried_is_not_tried() -> None:
+    value = DraftModelValue()
+    assert not any(value.pays(1.0, 0.0, 0.1, math.inf, at_anchor=True) for _ in range(100))
+    assert not value.pays(1.0, 0.0, 0.1, 5.0, at_anchor=True)  # and does not count as a wait
 
 
 def test_old_observations_fade() -> None:

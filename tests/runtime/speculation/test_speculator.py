@@ -12,6 +12,7 @@ from edgerun.runtime.speculation.drafters.interface import Candidate, Drafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.learned_rates import DraftingBalance
+from edgerun.runtime.speculation.pass_cost import PassCost
 from edgerun.runtime.speculation.replay import OracleDrafter
 from edgerun.runtime.speculation.rounds import Round
 from edgerun.runtime.speculation.speculator import Speculator
@@ -151,6 +152,9 @@ class Priced(Drafter):
     def seconds(self, state: int) -> float:
         return self._seconds
 
+    def settle(self, gained: float) -> None:
+        self.gained = gained
+
     def take_seconds_spent(self) -> float:
         return 0.125
 
@@ -230,3 +234,13 @@ def test_a_disabled_speculator_resumes_at_repetitions_if_lookups_are_cheap(pass_
         assert speculator.disabled
     speculator.skip_round(6, pass_s)
     assert speculator.disabled is not resumes
+
+
+def test_the_rate_follows_when_the_cost_of_a_long_context_becomes_known() -> None:
+    speculator = Speculator((SuffixDrafter(),), PassCost({128: {1: 0.001, 2: 0.0012}}))
+    speculator.reset([1])
+    for token in range(20):
+        draft = speculator.propose(9000 + token, 100, 100)
+        if token > 1:
+            assert 15 < speculator.rate < 25
+        speculator.observe(draft, VerifyResult((0,), token), np.zeros((1, 60), np.float32), 9000 + token, 0.05)

@@ -16,16 +16,22 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import Engine, GenerateOptions, InputError, ResponseFormat
 from edgerun.edge.cli.main import main
+from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.session import GraphSession
 from edgerun.runtime.long_context import long_graph
 from edgerun.runtime.long_context.long_graph import LongContextGraph, MeasuredPasses
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation import drafter_set
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters import sparse_cache
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
+from edgerun.runtime.speculation.drafters.model import TopTokens
 from edgerun.runtime.speculation.drafters.sparse_cache import SparseCacheDraft, chosen_slots, load_sparse_draft, overlap
 from edgerun.runtime.speculation.learned_rates import DraftModelValue
+from edgerun.runtime.speculation.replay import ReplaySampler
+from edgerun.runtime.speculation.speculator import Speculator
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.draft_heads import CPU, eager_engine
 from support.nightly import examples
@@ -36,6 +42,8 @@ SPARSE, OFF = Speculation.parse("sparse"), Speculation.OFF
 GREEDY = GenerateOptions(max_tokens=40, ignore_eos=True)
 SAMPLED = GREEDY.changed({"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repeat_penalty": 1.1, "seed": 3})
 PROMPT = "the sea and sand of the other thing that was in the sea and then on the sand " * 3
+PAYS = DraftModelValue.pays
+PLAIN_S, DRAFT_S = 0.05, 0.0125
 TOKENS = st.lists(st.integers(20, 24), min_size=1, max_size=12)
 PATHS = st.lists(st.integers(20, 24), max_size=3).map(tuple)
 
@@ -170,6 +178,68 @@ def test_with_all_slots_the_draft_is_what_the_target_chooses(
         stats = engine.generate(PROMPT[:20], options, speculation=SPARSE, top_k=3, max_tokens=60).stats
     assert stats.tokens_per_pass > 4
     assert stats.by_source["sparse"].accepted > 40
+
+
+def speed(target: GraphSession, monkeypatch: pytest.MonkeyPatch, answer: list[int] | None) -> tuple[float, int]:
+    """Speed over plain decoding of a recorded answer, None for the target's own, at given times of passes; and passes.
+
+    The draft is certain of what it finds likeliest.
+    """
+    monkeypatch.setattr(DraftModelValue, "pays", PAYS)
+    monkeypatch.setattr(SparseCacheDraft, "take_seconds_spent", lambda model: DRAFT_S * model.passes - spent[0])
+    certain = DraftModel.top_tokens
+    monkeypatch.setattr(
+        DraftModel, "top_tokens", lambda *arguments: TopTokens(certain(*arguments).tokens[:1], (0.999,))
+    )
+    new = load_sparse_draft(target, FixedCost({128: {1: DRAFT_S, 8: 3 * DRAFT_S}}))
+    assert not isinstance(new, str)
+    model, spent = new(), [0.0]
+    cost = FixedCost({128: {1: PLAIN_S, 2: 1.3 * PLAIN_S, 16: 5 * PLAIN_S}})
+    bound, prompt = target.bind(target.arena(CONTEXT)), [21, 22, 23] * 10
+    own = Sampler(SamplingParams(), target.graph_io.vocab_size)
+    sampler = own if answer is None else ReplaySampler(answer, len(prompt), own)
+    model.attach(bound.arena)
+    steps = decode(bound, prompt, sampler, DecodeLimits(400), Speculator((), cost, model=model))
+    tokens, seconds = len(next(steps).tokens), 0.0
+    for step in steps:
+        tokens += len(step.tokens)
+        width = 1 if step.round is None else step.round.width
+        seconds += cost.seconds(width, 128) + DRAFT_S * model.passes - spent[0]
+        spent[0] = DRAFT_S * model.passes
+    return (tokens - 1) * PLAIN_S / seconds, model.passes
+
+
+def test_a_draft_that_is_never_right_costs_less_than_a_hundredth(
+    target: GraphSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, passes = speed(target, monkeypatch, np.random.default_rng(0).integers(20, 60, 400).tolist())
+    assert found > 0.99
+    assert passes < 8
+
+
+def test_a_draft_that_is_right_gains(target: GraphSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_cache, "chosen_slots", lambda text, end: np.arange(end))
+    monkeypatch.setattr(sparse_cache, "_KEPT_BLOCKS", 128)
+    found, passes = speed(target, monkeypatch, None)
+    assert found > 1.4
+    assert passes > 100
+
+
+def test_nothing_is_drafted_before_the_answer_has_enough_to_rehearse_on(target: GraphSession) -> None:
+    bound, model = target.bind(target.arena(CONTEXT)), new_draft(target)
+    text = [21, 22, 23] * 5
+    run(bound, text)
+    model.attach(bound.arena)
+    model.reset(text)
+    for token in (20, 21, 22, 23):
+        assert model.seconds(()) == np.inf
+        model.append(token)
+    run(bound, [20, 21, 22])
+    assert model.seconds(()) < np.inf
+    assert (model.candidates(()), model.passes) == ((), 0)
+    assert model.candidates(())
+    model.settle(-9.0)
+    assert model.seconds(()) == np.inf
 
 
 def test_a_grammar_is_followed(engine: Engine) -> None:
