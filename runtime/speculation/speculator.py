@@ -175,7 +175,8 @@ class Speculator:
         started = time.perf_counter()
         anchor = self._token_ids[-1]
         self._replay = replay
-        if self._rounds % _PRICE_REFRESH < 2 or not self._curve or self._priced[:2] != self.others[:2]:
+        outdated = not self._curve or self.cost.seconds(1, context) > 2 * self._curve[0]
+        if self._rounds % _PRICE_REFRESH == 0 or outdated or self._priced[:2] != self.others[:2]:
             self._update_prices(context)
         self._rounds += 1
         if min(max_tokens, room) < 2:
@@ -290,7 +291,7 @@ class Speculator:
         if self.model is not None:
             draft.draft_s = self.model.take_seconds_spent()
             value = self.mixer.model_value
-            if not draft.draft_passes:
+            if not draft.draft_passes and value.cost < float("inf"):
                 draft.note = f"draft model not run: {value.gain:.2f} tokens expected for the time of {value.cost:.2f}"
         return draft
 
