@@ -209,6 +209,7 @@ class Qwen3VlShape(VisionShape):
             "rope_theta": 5000000.0,
             "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
         }
+        del text["architectures"]  # llama.cpp's converter would take it for a Qwen3
         vision = {
             "model_type": "qwen3_vl",
             "depth": self.vision_layers,
