@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypeAlias, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ from ..models.json_file import is_whole
 from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
+from .graph.bound_graph import keyed_ids
+from .images.prompt_images import placed_images
 from .kv.arena import KVArena
 from .kv.cache_scales import KVFormat, convert_snapshot
 from .kv.layer_states import largest_state_snapshot
@@ -31,7 +34,7 @@ from .result import Chunk, Reply
 from .scheduling.answer_stream import AnswerStream
 from .text.chat_template import Message
 from .text.detokenizer import AnswerStart
-from .text.messages import template_messages
+from .text.messages import json_messages, template_messages
 from .tools.answer_parts import AnswerParts
 from .tools.calls import assistant_message, joined_calls
 
@@ -40,6 +43,10 @@ _BYTES_PER_TOKEN: Final = 1 << 10
 """Largest size of a saved conversation per token of context, without the cache: the token id and the messages' text."""
 _OTHER_BYTES: Final = 16 << 20
 """Room for everything else: the headers, and cache slots that a graph keeps beyond the context."""
+_IMAGE_BYTES: Final = 256 << 20
+"""Room for the images of a conversation."""
+Content: TypeAlias = str | Sequence[Mapping[str, Any]]
+"""What a user says: a text, or parts with images as messages have them."""
 _HINT: Final = "give a file written by /save or Session.save"
 
 
@@ -68,16 +75,16 @@ class Session:
             self._chat.encode([*self.messages, {"role": "user", "content": ""}])
 
     @lists_options(GenerateOptions)
-    def send(self, text: str, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]) -> Reply:
+    def send(self, text: Content, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]) -> Reply:
         """Send a user message and wait for the whole answer; errors as for `stream`."""
         return Reply.of(self.stream(text, options, **changes))
 
     @lists_options(GenerateOptions)
     @checked_arguments
     def stream(
-        self, text: str, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
+        self, text: Content, options: GenerateOptions | None = None, **changes: Unpack[GenerateKeywords]
     ) -> AnswerStream:
-        """Send a user message and read the answer piece by piece.
+        """Send a user message, a text or a list of parts with images, and read the answer piece by piece.
 
         An answer joins the conversation also when its stream is closed or cancelled half-way. If an error left no
         answer, the conversation is as before.
@@ -93,20 +100,21 @@ class Session:
         if chosen.raw or chosen.system is not None:
             raise InputError("raw and system belong to a single answer", "give the session its system message instead")
         start = self._model.answer_start(chosen)
+        said = text if isinstance(text, str) else self._chat.encode([_user(text)])
         return AnswerStream(
             self._model.queue,
             lambda ticket: self._answer(text, chosen, start, partial(self._model.queue.yield_turn, ticket)),
             self,
-            # The text has not been encoded yet; few tokens are shorter than a character.
-            cache_bytes=self._model.cache_bytes(len(self._chat.ids if self._chat.messages else ()) + len(text), chosen),
+            # A text has not been encoded yet; few tokens are shorter than a character.
+            cache_bytes=self._model.cache_bytes(len(self._chat.ids if self._chat.messages else ()) + len(said), chosen),
             start_text="" if start is None else start.text,
         )
 
     def _answer(
-        self, text: str, options: GenerateOptions, start: AnswerStart | None, cancelled: Callable[[], bool]
+        self, text: Content, options: GenerateOptions, start: AnswerStart | None, cancelled: Callable[[], bool]
     ) -> Generator[Chunk, None, None]:
         resets = self._resets
-        chat = self._model.chat_prompt([*self.messages, {"role": "user", "content": text}], options)
+        chat = self._model.chat_prompt([*self.messages, _user(text)], options)
         try:
             request = self._model.request(chat.ids, options, start, chat)
         except ContextError as error:
@@ -136,7 +144,7 @@ class Session:
             TemplateError: the template refuses the messages.
         """
         self.reset()
-        self.messages += [dict(message) for message in messages]
+        self.messages += template_messages(messages) if messages else []
         self._token_ids()
 
     def reset(self) -> None:
@@ -154,7 +162,8 @@ class Session:
         Raises:
             OSError: the file cannot be written; an older one is untouched.
         """
-        buffer, wanted = BytesIO(), self._token_ids()
+        buffer, token_ids, chat = BytesIO(), self._token_ids(), replace(self._chat, messages=self.messages)
+        wanted = keyed_ids(token_ids, placed_images(self._model.vision, chat, token_ids, GenerateOptions()))
         with self._model.queue.turn():
             found = self._model.prefixes.longest(wanted)
             arena, tokens = (self._model.new_arena(), []) if found is None else found
@@ -162,7 +171,7 @@ class Session:
                 "format": _FORMAT,
                 "model": self._model.bundle.fingerprint,
                 "name": model_name(self._model.bundle.folder),
-                "messages": self.messages,
+                "messages": json_messages(self.messages),
                 "plain": arena.plain_length,
                 "device": self._model.device.provider,
             }
@@ -190,9 +199,10 @@ class Session:
         """
         about, arrays = _read_saved(path, _largest_file(model))
         _require_model(about, path, model.bundle)
-        tokens, messages = arrays["tokens"], about["messages"]
+        tokens, messages = arrays["tokens"], template_messages(about["messages"]) if about["messages"] else []
         saved = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT else None
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.graph_io.vocab_size:
+        images_only = tokens < 0 if model.vision is not None else np.False_
+        if tokens.size and not (((tokens >= 0) | images_only) & (tokens < model.graph_io.vocab_size)).all():
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
@@ -305,6 +315,10 @@ def _require_model(about: Mapping[str, Any], path: Path, bundle: Bundle) -> None
     raise InputError(f"{path} was saved with {what}", hint)
 
 
+def _user(content: Content) -> Message:
+    return template_messages([{"role": "user", "content": content}])[0]
+
+
 def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:
     """The message that the pieces of an answer make with the parts that it was begun with; None without a piece."""
     text = "".join(chunk.text for chunk in answer)
@@ -322,7 +336,8 @@ def _largest_file(model: LoadedModel) -> int:
     cache_bytes = 8 * model.graph_io.cache_bytes_per_token
     types = model.graph_io.state_types
     states = largest_state_snapshot(types, context) if types else 0
-    return context * (cache_bytes + _BYTES_PER_TOKEN) + states + _OTHER_BYTES
+    images = 0 if model.vision is None else _IMAGE_BYTES
+    return context * (cache_bytes + _BYTES_PER_TOKEN) + states + images + _OTHER_BYTES
 
 
 def _scales_by_type(model: LoadedModel, arena: KVArena) -> Sequence[npt.NDArray[Any]] | None:
@@ -339,9 +354,11 @@ def checked_messages(value: Any) -> list[Message]:
     Raises:
         ValueError: `value` is not a list of objects with a role and a content.
     """
-    fields = ("role", "content")
     if not isinstance(value, list) or not all(
-        isinstance(message, dict) and all(isinstance(message.get(field), str) for field in fields) for message in value
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), (str, list))
+        for message in value
     ):
         raise ValueError("not a list of messages")
     return list(value)

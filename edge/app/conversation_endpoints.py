@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import ContextError
+from ...runtime.images.decoding import image_bytes, kept_image
 from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls, without_long_files
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage, safe_file_name
@@ -104,6 +105,7 @@ def conversation_routes(context: AppContext, generations: Generations) -> list[R
     slow = (
         ("POST", f"{conversation}/context", endpoints.context),
         ("POST", "/api/tokens", endpoints.count_tokens),
+        ("POST", "/api/image", endpoints.kept_image),
         ("GET", f"{conversation}/export", endpoints.export),
         ("GET", "/api/export", endpoints.export_all),
     )
@@ -196,6 +198,10 @@ class _ConversationEndpoints:
             return {"tokens": None}
         with self._context.pool.use(model) as engine:
             return {"tokens": len(engine.tokenizer.encode(text, add_special_tokens=False))}
+
+    def kept_image(self, name: str, url: str) -> dict[str, Any]:
+        """An image of a `data:` URL as it is attached to messages."""
+        return {"image": kept_image(image_bytes({"type": "image", "image": url}, name))}
 
     def _is_loaded(self, model: str | None) -> bool:
         """Whether asking a model does not have to wait for it."""

@@ -164,8 +164,8 @@ def _check(chosen: RunOptions, options: GenerateOptions, *, chatting: bool, as_j
         raise InputError("--json and --json-stream are both given", "give one of them")
     if chosen.documents and options.raw:
         raise InputError("--documents needs the chat template, which --raw leaves out", "leave out one of them")
-    if chosen.image and (chatting or options.raw or chosen.until is not None or chosen.resume is not None):
-        other = "a chat" if chatting else "--raw" if options.raw else "--until" if chosen.until else "--resume"
+    if chosen.image and (chatting or options.raw or chosen.until is not None):
+        other = "a chat, which has /image," if chatting else "--raw" if options.raw else "--until"
         raise InputError(f"--image goes with -p TEXT, not with {other}", "leave out one of them")
     if chosen.documents or chosen.embedding_model is not None:  # before the model is loaded
         from ..documents.retrieval import document_paths, passage_encoder

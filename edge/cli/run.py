@@ -15,7 +15,7 @@ from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.conversation import Session
+from ...runtime.conversation import Content, Session
 from ...runtime.engine import Engine, Prompt
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
@@ -144,7 +144,7 @@ def answer_prompt(
         if chosen.until is not None
         else engine.stream(*_asked(text, chosen, options))
         if resumed is None
-        else resumed.stream(text, options, system=None)
+        else resumed.stream(_content(text, chosen), options, system=None)
     )
     with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
         for chunk in chunks:
@@ -170,9 +170,13 @@ def _asked(text: str, chosen: RunOptions, options: GenerateOptions) -> tuple[Pro
     if not chosen.image:
         return text, options
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    parts = [{"type": "image", "image": path} for path in chosen.image]
-    asked = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-    return [*system, asked], replace(options, system=None)
+    return [*system, {"role": "user", "content": _content(text, chosen)}], replace(options, system=None)
+
+
+def _content(text: str, chosen: RunOptions) -> Content:
+    """What the user says: the text after its images."""
+    parts = [{"type": "image", "image": path} for path in chosen.image or ()]
+    return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

@@ -21,7 +21,16 @@ from ...runtime.scheduling.request_run import Cancellation
 from ...runtime.text.messages import ChatPrompt
 from ..documents.retrieval import CHARACTERS_PER_TOKEN, attached_file, find_passages
 from ..service.token_objects import token_object
-from .records import Attachment, CallRound, MessageState, Role, StoredMessage, message_text, split_reasoning
+from .records import (
+    Attachment,
+    CallRound,
+    MessageState,
+    Role,
+    StoredMessage,
+    message_text,
+    split_reasoning,
+    with_images,
+)
 from .store import ConversationStore
 
 CHECKPOINT_S: Final = 1.0
@@ -253,7 +262,7 @@ def read_with_passages(
 def without_long_files(
     engine: Engine, system: str, messages: Sequence[StoredMessage], options: GenerateOptions
 ) -> tuple[list[StoredMessage], list[Attachment]]:
-    """Take the files out of messages that do not fit the context with them, not even alone.
+    """Take the text files out of messages that do not fit the context with them, not even alone.
 
     Raises:
         TemplateError: the model has no chat template, or it failed.
@@ -264,9 +273,15 @@ def without_long_files(
         is_over = len(message_text(message)) > most
         return is_over or len(_chat_prompt(engine, system, [message], options).ids) >= engine.context
 
-    long = {message.id: message.attachments for message in messages if message.attachments and is_long(message)}
-    kept = [replace(each, attachments=()) if each.id in long else each for each in messages]
-    return kept, [file for files in long.values() for file in files]
+    texts = {each.id: [file for file in each.attachments if file.image is None] for each in messages}
+    long = [each.id for each in messages if texts[each.id] and is_long(each)]
+    kept = [
+        replace(each, attachments=tuple(file for file in each.attachments if file.image is not None))
+        if each.id in long
+        else each
+        for each in messages
+    ]
+    return kept, [file for message in long for file in texts[message]]
 
 
 def _chat_prompt(
@@ -295,11 +310,11 @@ def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: boo
     """
     objects: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
-    def add(role: Role, text: str, reasoning: str = "") -> None:
+    def add(role: Role, text: str | list[dict[str, Any]], reasoning: str = "") -> None:
         if role is Role.ASSISTANT and not text:
             return
         if objects and objects[-1]["role"] == role and "tool_calls" not in objects[-1]:
-            objects[-1]["content"] += f"\n\n{text}"
+            objects[-1]["content"] = _joined(objects[-1]["content"], text)
             return
         objects.append({"role": role.value, "content": text})
         if reasoning:
@@ -313,5 +328,13 @@ def model_messages(system: str, messages: Sequence[StoredMessage], *, calls: boo
                 add(message.role, split_reasoning(each.text)[1])
         text = message_text(message)
         reasoning, text = split_reasoning(text) if message.role is Role.ASSISTANT else ("", text)
-        add(message.role, text, reasoning)
+        add(message.role, with_images(message, text), reasoning)
     return objects
+
+
+def _joined(before: str | list[dict[str, Any]], after: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Two contents of messages as one."""
+    if isinstance(before, str) and isinstance(after, str):
+        return f"{before}\n\n{after}"
+    texts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (before, "\n\n", after)]
+    return [part for parts in texts for part in parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 import time
@@ -18,6 +19,7 @@ from .conversation_table import ConversationTable, as_json, checked_line, parsed
 from .database import ConversationDatabase
 from .records import (
     MAX_ATTACHMENTS,
+    MAX_IMAGES,
     MAX_TEXT,
     MAX_TITLE,
     Attachment,
@@ -54,6 +56,7 @@ _DELETE: Final = """
     )
     UPDATE message SET deleted = ?, deleted_with = ? WHERE id IN below
 """
+_IMAGE: Final = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]*={0,2}")
 NO_QUESTION: Final = "an answer needs the message that it answers"
 _TOLERANCE_S: Final = 0.5
 """Largest difference of two times at which one process started."""
@@ -135,7 +138,7 @@ class MessageTable(ConversationTable):
             parent_id: the message before it, of the same conversation; None for a first message.
             role: `user` or `assistant`; an answer follows a message of the user.
             content: its text.
-            attachments: text files that belong to it.
+            attachments: text files and images that belong to it.
             model: the model that writes it.
             state: `writing` for an answer that this store will write with `write_answer` and `finish_answer`.
             rounds: calls of tools that an answer begins with.
@@ -320,9 +323,13 @@ def encoded_attachments(attachments: Sequence[Attachment]) -> str | None:
     Raises:
         ConversationError: there are too many, or they are too long.
     """
-    pairs = [(valid_text(" ".join(each.name.split())), valid_text(each.text)) for each in attachments]
-    require_length(len(pairs), MAX_ATTACHMENTS, "the message", unit="attachments")
-    if long := next((name for name, _ in pairs if len(name) > MAX_TITLE), None):
+    kept = [(valid_text(" ".join(each.name.split())), valid_text(each.text), each.image) for each in attachments]
+    require_length(len(kept), MAX_ATTACHMENTS, "the message", unit="attachments")
+    if long := next((name for name, *_ in kept if len(name) > MAX_TITLE), None):
         raise ConversationError(f"the name of an attachment has {len(long)} characters", f"at most {MAX_TITLE}")
-    require_length(sum(len(text) for _, text in pairs), MAX_TEXT, "the attachments", have="have")
-    return json.dumps(pairs, ensure_ascii=False) if pairs else None
+    require_length(sum(len(text) for _, text, _ in kept), MAX_TEXT, "the attachments", have="have")
+    images = [(name, image) for name, _, image in kept if image is not None]
+    require_length(sum(len(image) for _, image in images), MAX_IMAGES, "the images", have="have")
+    if bad := next((name for name, image in images if not _IMAGE.fullmatch(image)), None):
+        raise ConversationError(f"the attachment {bad!r} is not an image", "images are data: URLs of PNG or JPEG files")
+    return json.dumps(kept, ensure_ascii=False) if kept else None

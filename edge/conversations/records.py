@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ...errors import ConversationError
 from ...models.user_text import on_one_line
+from ...runtime.images.decoding import kept_image
 
 _Record = TypeVar("_Record")
 NOT_MADE: Final = "error: this call was not made"
@@ -40,6 +41,8 @@ MAX_TITLE: Final = 200
 """Most characters of a title, or of the name of a folder or a preset."""
 MAX_TEXT: Final = 4_000_000
 """Most characters of a message, of a system message, or of all attachments of a message together."""
+MAX_IMAGES: Final = 40_000_000
+"""Most characters of all images of a message together."""
 MAX_ATTACHMENTS: Final = 32
 """Most attachments of one message."""
 MAX_DOCUMENTS: Final = 32
@@ -188,11 +191,13 @@ class Role(StrEnum):
     ASSISTANT = "assistant"
 
 
-class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A text file that belongs to a message."""
+class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A text file or an image that belongs to a message."""
 
     name: str
     text: str
+    image: str | None = None
+    """A `data:` URL; `text` is empty then."""
 
 
 @dataclass(frozen=True)
@@ -292,13 +297,27 @@ class Change:
 
 
 def message_text(message: StoredMessage) -> str:
-    """The text of a message as the model reads it: its attachments, each in a fence with its name, then the content.
+    """The text of a message as the model reads it: its files, each in a fence with its name, then the content.
 
     Passages that were found for a message of the user come before them.
     """
-    parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments]
+    parts = [f"{each.name}\n{fenced(each.text)}" for each in message.attachments if each.image is None]
     text = "\n\n".join([*parts, message.content] if message.content or not parts else parts)
     return with_passages(text, message.passages) if message.role is Role.USER else text
+
+
+def with_images(message: StoredMessage, text: str) -> str | list[dict[str, Any]]:
+    """A message's text as a model reads it, after the images that belong to the message."""
+    images = [{"type": "image", "image": each.image} for each in message.attachments if each.image is not None]
+    return [*images, {"type": "text", "text": text}] if images else text
+
+
+def parted(content: str | Sequence[Mapping[str, Any]]) -> tuple[str, list[Attachment]]:
+    """The text of a checked message, and its images as they are kept with it."""
+    parts: Sequence[Mapping[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    images = [each["image"] for each in parts if each["type"] == "image"]
+    kept = [Attachment(f"image {number}", "", kept_image(each)) for number, each in enumerate(images, 1)]
+    return "\n".join(each["text"] for each in parts if each["type"] == "text"), kept
 
 
 def with_passages(question: str, passages: Sequence[Passage]) -> str:

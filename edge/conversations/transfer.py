@@ -8,6 +8,8 @@ JSON has whole trees of messages. It is read strictly, all or nothing, with new 
 
     ## User
 
+    ![Name](data:image/png;base64,...)
+
     ## Assistant (model)
 
 A line of a message that looks like one of the lower headings gets a backslash in front, which Markdown does not show,
@@ -66,6 +68,8 @@ _FLAGS: Final = re.IGNORECASE | re.MULTILINE | re.ASCII
 _HEADING: Final = re.compile(r"^## (System|User|Assistant)(?: \((.{1,200})\))?[ \t]*$", _FLAGS)
 _LOOKS_LIKE_HEADING: Final = re.compile(r"^(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
 _ESCAPED: Final = re.compile(r"^\\(?=\\*## (?:System|User|Assistant)\b)", _FLAGS)
+_IMAGE: Final = re.compile(r"^!\[([^\]\n]*)\]\((data:image/[a-z]+;base64,[\w+/=]*)\)\n*", re.MULTILINE)
+_NOT_IN_BRACKETS: Final = re.compile(r"[\[\]\n]")
 _TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
 _MAX_MARKDOWN: Final = 50_000_000
 
@@ -246,6 +250,8 @@ def as_markdown(conversation: Conversation, branch: Sequence[StoredMessage]) -> 
             heading += f" ({Path(message.model).name if Path(message.model).is_absolute() else message.model})"
         parts += [heading, *(_escaped(_shown_round(each)) for each in message.rounds)]
         if message.content or not message.rounds:
+            images = [each for each in message.attachments if each.image is not None]
+            parts += [f"![{_NOT_IN_BRACKETS.sub('_', each.name)}]({each.image})" for each in images]
             parts.append(_escaped(message_text(message)))
         if message.passages:
             parts.append(_escaped(f"Sources: {', '.join(source_lines(message.passages))}"))
@@ -288,7 +294,9 @@ def read_markdown(text: str, name: str) -> ImportedConversation:
             system = content
         else:
             number, parent = str(len(messages)), messages[-1].id if messages else None
-            messages.append(_Message(number, Role(role), content, now, parent, model=heading[2]))
+            images = [Attachment(image[1], "", image[2]) for image in _IMAGE.finditer(content)]
+            content = _IMAGE.sub("", content)
+            messages.append(_Message(number, Role(role), content, now, parent, images, model=heading[2]))
     if not any(message.role is Role.USER for message in messages):
         raise ConversationError(
             f"{name} has no message of a user", "messages follow the headings '## User' and '## Assistant'"

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from ..service.body_decoder import StrictStruct
 from ..service.generation_fields import PositiveInt, SamplingFields
+from ..service.message_fields import Content
 from ..service.pooled_model import ModelState
 from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -97,7 +98,7 @@ class ModelInfo(Result):
     created: Annotated[int, Meta(description="Time of its files in seconds since 1970; 0 if unknown.")]
     capabilities: Annotated[
         list[str],
-        Meta(description="`embedding` or `rerank` of an encoder; `completion` of others, and `tools`."),
+        Meta(description="`embedding` or `rerank` of an encoder; `completion` of others, `tools` and `vision`."),
     ]
 
 
@@ -146,7 +147,7 @@ class SessionMessage(Result):
     """A message of a conversation."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 class SessionInfo(Result):
@@ -169,7 +170,7 @@ class SessionPromptParams(SamplingFields, kw_only=True):
     """What the user says in a conversation."""
 
     session_id: SessionId
-    prompt: str
+    prompt: Annotated[Content, Meta(description="A text, or parts with images as OpenAI's chat API has them.")]
     max_tokens: Annotated[
         PositiveInt | None, Meta(description="Largest number of tokens to generate; no limit by default.")
     ] = None

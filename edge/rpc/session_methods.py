@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from msgspec import UNSET
 
 from ...models.find import path_of_user
@@ -17,6 +18,7 @@ from ...runtime.conversation import Session
 from ...runtime.engine import Engine
 from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Cancellation
+from ...runtime.text.messages import json_messages
 from ..service.generation_fields import generate_options
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
@@ -84,7 +86,10 @@ class SessionMethods:
         except BaseException:
             del self._sessions[id_]
             raise
-        messages = [protocol.SessionMessage(role=each["role"], content=each["content"]) for each in session.messages]
+        messages = [
+            protocol.SessionMessage(role=each["role"], content=each["content"])
+            for each in json_messages(session.messages)
+        ]
         return protocol.SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
     def _prompt(self, call: Call, params: protocol.SessionPromptParams) -> protocol.PromptResult:
@@ -92,7 +97,7 @@ class SessionMethods:
         session = self._find(params.session_id)
         with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
             chunks = []
-            stream = session.session.stream(params.prompt, options)
+            stream = session.session.stream(msgspec.to_builtins(params.prompt), options)
             with call.cancellation.reading(stream), stop.calling(stream.cancel):
                 for chunk in stream:
                     chunks.append(chunk)

@@ -42,10 +42,11 @@ _TAGS: Final = {
     "text.format.type": "formats are text, json_object and json_schema",
     "response_format.type": "formats are text, json_object and json_schema",
     "input.type": "items are message, reasoning, function_call and function_call_output",
-    "output.type": 'models here read text: {"type": "input_text", "text": ...}',
-    "input.content.type": 'models here read text: {"type": "input_text", "text": ...}',
+    "output.type": 'models here read text and images: {"type": "input_text", "text": ...}',
+    "input.content.type": 'models here read text and images: {"type": "input_text", "text": ...}',
     "tools.type": 'edge-run knows functions: {"type": "function"}',
-    "content.type": 'models here read text: {"type": "text", "text": ...}',
+    "content.type": "parts of messages are text and images, which have the types of this API",
+    "source.type": 'images come in base64: {"type": "base64", "data": ...}',
 }
 """What a field that selects a form may be, by the end of its path without indices."""
 _FOREIGN_TAGS: Final = frozenset(

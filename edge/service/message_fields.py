@@ -49,7 +49,21 @@ class TextPart(StrictStruct, tag_field="type", tag="text"):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
-Content: TypeAlias = str | list[TextPart]
+class ImageUrl(StrictStruct):
+    """Where an image is."""
+
+    url: Annotated[str, about("A data: URL in base64; other URLs are not fetched.")]
+    detail: Annotated[str | None, about("Accepted; the model's own resolution is used.")] = None
+
+
+class ImagePart(StrictStruct, tag_field="type", tag="image_url"):
+    """An image, for a model that was exported with its vision tower."""
+
+    image_url: ImageUrl
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
+Content: TypeAlias = str | list[TextPart | ImagePart]
 
 
 class _Message(StrictStruct, kw_only=True, tag_field="role", omit_defaults=True):
@@ -157,6 +171,11 @@ def checked_messages(field: str, placed: Sequence[tuple[str, Message]]) -> list[
         raise invalid(param, what, error.hint) from error
 
 
+def base64_image(encoded: str) -> dict[str, Any]:
+    """The content part of an image in base64."""
+    return {"type": "image", "image": f"data:;base64,{encoded}"}
+
+
 def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     """A message with the fields that were given, without the ones that the runtime does not use."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
@@ -165,7 +184,8 @@ def _as_mapping(message: AnyMessage) -> dict[str, Any]:
     for call in fields.get("tool_calls") or ():
         call.pop("index", None)
     if isinstance(parts := fields.get("content"), list):
-        fields["content"] = [{"type": part["type"], "text": part["text"]} for part in parts]
+        kept = ("type", "text", "image_url")
+        fields["content"] = [{name: part[name] for name in kept if name in part} for part in parts]
     return fields
 
 

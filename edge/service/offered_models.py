@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ...models.bundle import Bundle, unchecked_bundle
+from ...models.bundle import VISION_GRAPH_NAME, Bundle, unchecked_bundle
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
@@ -124,7 +124,8 @@ def capabilities_at(path: Path) -> Sequence[str]:
 
 
 def capabilities(bundle: Bundle) -> list[str]:
-    """What a model is for: `embedding` or `rerank` (encoders), or `completion`, with `tools` if it has a chat template.
+    """What a model is for: `embedding` or `rerank` (encoders), or `completion`, with `tools` if it has a chat template,
+    and `vision` if it has a vision tower.
 
     Raises:
         EdgeError: a file is damaged.
@@ -132,7 +133,9 @@ def capabilities(bundle: Bundle) -> list[str]:
     if (output := encoder_output(bundle)) is not None:
         return ["rerank" if output == SCORE else "embedding"]
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
-    return ["completion", *["tools"] * (bundle.file("chat_template.jinja") is not None or bool(template))]
+    chats = bundle.file("chat_template.jinja") is not None or bool(template)
+    sees = bundle.manifest is not None and bundle.file(VISION_GRAPH_NAME) is not None
+    return ["completion", *["tools"] * chats, *["vision"] * sees]
 
 
 def _not_found(what: str, hint: str) -> RequestError:

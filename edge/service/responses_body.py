@@ -42,6 +42,15 @@ class InputText(StrictStruct, tag_field="type", tag="input_text"):
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
+class InputImage(StrictStruct, tag_field="type", tag="input_image"):
+    """An image of a user's, for a model that was exported with its vision tower."""
+
+    image_url: Annotated[str, about("A data: URL in base64; other URLs are not fetched.")]
+    detail: Annotated[str | None, about("Accepted; the model's own resolution is used.")] = None
+    file_id: Annotated[None, about("Not supported: files are not stored.")] = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+
+
 class OutputText(StrictStruct, tag_field="type", tag="output_text"):
     """A part of an earlier answer."""
 
@@ -50,7 +59,7 @@ class OutputText(StrictStruct, tag_field="type", tag="output_text"):
     logprobs: list[Any] | None = None
 
 
-ResponseContent: TypeAlias = str | list[InputText | OutputText]
+ResponseContent: TypeAlias = str | list[InputText | InputImage | OutputText]
 
 
 class _Item(StrictStruct, kw_only=True, tag_field="type"):
@@ -162,7 +171,7 @@ class ResponsesBody(ConversationFields, kw_only=True):
     access_programs: Annotated[None, about("Not supported.")] = None
     background_options: Annotated[None, about("Not supported: answers are given at once.")] = None
     context_management: Annotated[None, about("Not supported: nothing is cut off.")] = None
-    image: Annotated[None, about("Not supported: models here read text.")] = None
+    image: Annotated[None, about("Not supported: images are parts of messages.")] = None
     moderation: Annotated[None, about("Not supported.")] = None
     prompt: Annotated[None, about("Not supported: templates of prompts are not stored, send input.")] = None
 
@@ -234,7 +243,14 @@ def _chat_message(item: MessageItem | CallItem | CallOutputItem) -> dict[str, An
 
 
 def _chat_content(content: ResponseContent) -> str | list[dict[str, str]]:
-    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": part.image_url}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
 
 
 def _chat_call(item: CallItem) -> dict[str, Any]:

@@ -24,6 +24,8 @@ MAX_BYTES: Final = 32 << 20
 """Most bytes of an encoded image."""
 MAX_PIXELS: Final = 24 << 20
 """Most pixels of an image, 25 million: of 4 bytes, or 9 while transparency is removed."""
+_KEPT_SIDE: Final = 2048
+"""Most pixels of a side of a kept image; models that take as many cut it into tiles."""
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _HINT: Final = f"give one that is {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
 _EXTRA: Final = 'pip install "edge-run[images]"'
@@ -77,6 +79,27 @@ def image_bytes(part: Mapping[str, Any], where: str) -> bytes:
     if len(image) > MAX_BYTES:
         raise InputError(f"{where} has {len(image)} bytes", f"the limit is {MAX_BYTES}: make it smaller")
     return image
+
+
+def data_url(image: bytes, kind: str = "application/octet-stream") -> str:
+    """An encoded image as a `data:` URL of a media type."""
+    return f"data:{kind};base64,{base64.b64encode(image).decode()}"
+
+
+def kept_image(data: bytes) -> str:
+    """An image as it is kept with a conversation: a `data:` URL of its pixels alone, without what a camera noted, as
+    PNG or JPEG, whichever is smaller, with at most `_KEPT_SIDE` pixels a side.
+
+    Raises:
+        InputError: as for `decode_image`.
+    """
+    image = decode_image(data)
+    image.thumbnail((_KEPT_SIDE, _KEPT_SIDE))
+    files = {kind: BytesIO() for kind in ("png", "jpeg")}
+    for kind, file in files.items():
+        image.save(file, kind, **({"quality": 92} if kind == "jpeg" else {}))
+    kind, file = min(files.items(), key=lambda item: item[1].tell())
+    return data_url(file.getvalue(), f"image/{kind}")
 
 
 def decode_image(data: bytes) -> Image:

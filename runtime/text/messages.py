@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from ...errors import InputError, TemplateError
 from ...models.json_file import shown
-from ..images.decoding import image_bytes
+from ..images.decoding import data_url, image_bytes
 from ..kv.arena import shared_tokens
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message
 from .tokenizer import TextTokenizer
@@ -20,6 +20,8 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _IMAGES: Final = ("image", "image_url")
 """Types of content parts that are images."""
+_MAX_IMAGES: Final = 1000
+"""Largest number of images in a conversation."""
 _PART_SEPARATOR: Final = "\n"
 """Between the text parts of a message: servers of other runtimes join them by line ends, too."""
 
@@ -40,7 +42,10 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """
     if not messages:
         raise InputError("there are no messages", "give at least one, such as {'role': 'user', 'content': 'hello'}")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    checked = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if (count := len(images_in(checked))) > _MAX_IMAGES:
+        raise InputError(f"the messages have {count} images", f"the limit is {_MAX_IMAGES}: leave out older ones")
+    return checked
 
 
 def _message(message: Any, where: str) -> Message:
@@ -95,6 +100,20 @@ def images_in(messages: Sequence[Message]) -> list[bytes]:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def json_messages(messages: Sequence[Message]) -> list[Message]:
+    """Checked messages as JSON has them, and `template_messages` takes them: images are `data:` URLs."""
+
+    def part_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
+
+    return [
+        {**each, "content": [part_of(part) for part in each["content"]]} if isinstance(each["content"], list) else each
+        for each in messages
+    ]
 
 
 class ImageReader(Protocol):

@@ -24,6 +24,8 @@ _ARGUMENTS = (
     # Containers run as root and have a small /dev/shm.
     "--no-sandbox",
     "--disable-dev-shm-usage",
+    # A picture of its own instead of the camera's.
+    "--use-fake-device-for-media-stream",
     # Every frame of an animation is drawn by the processor.
     "--force-prefers-reduced-motion",
     # Nothing reaches the network, also when a test fails: a request to another host is recorded and then fails.

@@ -28,7 +28,7 @@ class ChatPage:
         self.notice = page.locator(".notice")
         self.rows = page.locator("a.row-link")
         # Named by their labels: while a view is being replaced, the input of the old one is still on the page.
-        self.attached_files = page.locator("input[type=file][aria-label='Attach text files']")
+        self.attached_files = page.locator("input[type=file][aria-label='Attach files']")
         self.imported_files = page.locator("input[type=file][aria-label='Import …']")
 
     def send(self, text: str) -> None:

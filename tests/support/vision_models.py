@@ -306,3 +306,11 @@ def qwen_weights(
         for number in range(len(vision["deepstack_visual_indexes"])):
             merger(f"deepstack_merger_list.{number}", ("norm", "linear_fc1", "linear_fc2"), merged)
     return {name: value.astype(np.float32) for name, value in tensors.items()}
+
+
+def seeing_bundle(folder: Path, family: str = "smolvlm") -> Path:
+    """Export a tiny random model that sees, in float32; returns its bundle."""
+    from edgerun.export import FP32, ExportRecipe, export_checkpoint
+
+    source = write_vision_checkpoint(folder / "checkpoint", family)
+    return export_checkpoint(source, folder / "bundle", ExportRecipe(FP32)).bundle

@@ -109,6 +109,8 @@ export const measureContext = (conversation, content, attachments, signal) =>
   request("POST", `/api/conversations/${at(conversation)}/context`, { content, attachments }, signal);
 export const countTokens = (model, text, signal) => request("POST", "/api/tokens", { model, text }, signal);
 
+export const keepImage = (name, url) => request("POST", "/api/image", { name, url });
+
 export const search = (query, signal) => request("GET", `/api/search?q=${encodeURIComponent(query)}`, undefined, signal);
 export const importConversations = (name, content) => request("POST", "/api/import", { name, content });
 export const savePreset = (name, preset) => request("PUT", `/api/presets/${at(name)}`, preset);

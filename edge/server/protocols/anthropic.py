@@ -14,7 +14,7 @@ from ....runtime.scheduling.request_run import Cancellation
 from ....runtime.tools.calls import ToolCall, assistant_message, joined_calls
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit
-from ...service.message_fields import FlatJsonSchemaFormat, checked_messages, function_tools
+from ...service.message_fields import FlatJsonSchemaFormat, base64_image, checked_messages, function_tools
 from ...service.openai_objects import GenerationObjects
 from ..endpoints import RequestService, generating_route, object_route
 from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, named_event
@@ -47,6 +47,19 @@ class TextBlock(_Block, tag="text"):
     citations: list[Any] | None = None
 
 
+class ImageSource(StrictStruct, tag_field="type", tag="base64"):
+    """The bytes of an image."""
+
+    media_type: str
+    data: Annotated[str, about("The image in base64.")]
+
+
+class ImageBlock(_Block, tag="image"):
+    """An image, for a model that was exported with its vision tower."""
+
+    source: ImageSource
+
+
 class ThinkingBlock(_Block, tag="thinking"):
     """What the model thought."""
 
@@ -67,7 +80,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool | None = None
 
 
@@ -75,7 +88,7 @@ class AnthropicMessage(StrictStruct):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
     def mappings(self) -> Iterator[dict[str, Any]]:
         """The messages as the runtime takes them: results of calls are messages of their own, before the text."""
@@ -85,11 +98,12 @@ class AnthropicMessage(StrictStruct):
             return [block for block in blocks if isinstance(block, kind)]
 
         for each in of(ToolResultBlock):
-            yield {"role": "tool", "content": _text(each.content or ""), "tool_call_id": each.tool_use_id}
+            yield {"role": "tool", "content": _content(each.content or ""), "tool_call_id": each.tool_use_id}
         thoughts = "".join(each.thinking for each in of(ThinkingBlock))
         calls = [ToolCall(each.id, each.name, encode_json(each.input).decode()) for each in of(ToolUseBlock)]
-        if of(TextBlock) or calls or thoughts or not blocks:
-            yield assistant_message(_text(of(TextBlock)), thoughts, calls) | {"role": self.role}
+        said = [block for block in blocks if isinstance(block, (TextBlock, ImageBlock))]
+        if said or calls or thoughts or not blocks:
+            yield assistant_message("", thoughts, calls) | {"role": self.role, "content": _content(said)}
 
 
 class AnthropicTool(StrictStruct, rename={"parameters": "input_schema"}):
@@ -152,7 +166,7 @@ class MessagesBody(RequestFields, kw_only=True):
 
     def request(self) -> GenerationRequest:
         """The next message, in Anthropic's API."""
-        system = [] if self.system is None else [("system", {"role": "system", "content": _text(self.system)})]
+        system = [] if self.system is None else [("system", {"role": "system", "content": _content(self.system)})]
         said = [(f"messages[{i}]", each) for i, message in enumerate(self.messages) for each in message.mappings()]
         messages = checked_messages("messages", system + said)
         continues = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
@@ -171,8 +185,14 @@ class MessagesBody(RequestFields, kw_only=True):
         return fields.generation((messages,), others, effort=effort)
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _content(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Blocks of text and images as the runtime takes them."""
+    if isinstance(content, str):
+        return content
+    return [
+        base64_image(block.source.data) if isinstance(block, ImageBlock) else {"type": "text", "text": block.text}
+        for block in content
+    ]
 
 
 class MessageObjects(GenerationObjects):

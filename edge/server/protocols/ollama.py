@@ -12,17 +12,18 @@ from msgspec.structs import replace
 from ....errors import BundleError
 from ....models.hub.downloaded_model import parse_hub_id
 from ....models.hub.fetch import fetch_model
+from ....models.json_file import shown
 from ....runtime.encoders.encoder import AnyModel
 from ....runtime.result import Chunk, Reply
 from ....runtime.scheduling.request_run import Cancellation
 from ....runtime.tools.calls import ToolCall, joined_calls
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, KeepAlive, RequestFields, keep_seconds
-from ...service.message_fields import FunctionTool, JsonObjectFormat, checked_messages, tool_mappings
+from ...service.message_fields import FunctionTool, JsonObjectFormat, base64_image, checked_messages, tool_mappings
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
 from ...service.pooled_model import ModelState
-from ...service.request_error import ErrorCode, RequestError, invalid, unsupported
+from ...service.request_error import ErrorCode, RequestError, invalid
 from ...service.text_bodies import TextsOrIds, encoded_texts
 from ..endpoints import RequestService, generating_route, object_route, progress_route
 from ..http_protocol import Protocol, ProtocolRoute, encode_json
@@ -64,7 +65,6 @@ class _Body(StrictStruct, kw_only=True):
     options: Annotated[OllamaOptions | None, about("Options of the answer.")] = None
     keep_alive: KeepAlive = None
     think: Annotated[bool | str | None, about("Whether the model thinks, or how much.", *_THINK)] = None
-    images: Annotated[list[str] | None, about("Not supported: models here read text.", [])] = None
 
     def of_prompts(self, prompts: Sequence[Any], **others: Any) -> GenerationRequest:
         """The request; without a prompt, the model is only loaded, or unloaded."""
@@ -94,9 +94,8 @@ class OllamaChatBody(_Body, kw_only=True):
         placed = []
         for index, message in enumerate(self.messages or ()):
             place, images = f"messages[{index}]", message.pop("images", None)
-            if images:
-                raise unsupported(f"{place}.images", f"{place} has images", "models here read text: leave them out")
-            placed.append((place, {_OTHER_NAMES.get(name, name): message[name] for name in message}))
+            named = {_OTHER_NAMES.get(name, name): message[name] for name in message}
+            placed.append((place, _with_images(named, images, f"{place}.images")))
         prompts = [checked_messages("messages", placed)] if placed else []
         return self.of_prompts(prompts, tools=tool_mappings(self.tools))
 
@@ -105,6 +104,7 @@ class OllamaTextBody(_Body, kw_only=True):
     """Body of an answer to one prompt."""
 
     prompt: Annotated[str | None, about("What is answered; without it, the model is only loaded.")] = None
+    images: Annotated[list[str] | None, about("Images in base64, for a model that sees.")] = None
     system: Annotated[str | None, about("The system message.")] = None
     raw: Annotated[bool | None, about("Whether the prompt is continued as it is, without the chat template.")] = None
     suffix: Annotated[str | None, about("The text after a gap, which a model with tokens for it fills.")] = None
@@ -114,7 +114,28 @@ class OllamaTextBody(_Body, kw_only=True):
     def request(self) -> GenerationRequest:
         """An answer to a prompt."""
         others = {"raw": self.raw, "system": self.system, "suffix": self.suffix or None}
-        return self.of_prompts([self.prompt or ""] if self.prompt or self.suffix else [], **others)
+        if not self.images:
+            return self.of_prompts([self.prompt or ""] if self.prompt or self.suffix else [], **others)
+        if given := next((name for name in ("raw", "suffix") if others[name]), None):
+            raise invalid("images", f"images and {given} are both given", "leave out one of them")
+        asked = _with_images({"role": "user", "content": self.prompt or ""}, self.images, "images")
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        placed = [("system", each) for each in system] + [("images", asked)]
+        return self.of_prompts([checked_messages("images", placed)])
+
+
+def _with_images(message: dict[str, Any], images: Any, place: str) -> dict[str, Any]:
+    """A message with its images before its text.
+
+    Raises:
+        RequestError: they are not a list of texts.
+    """
+    if not images:
+        return message
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise invalid(place, f"{place} is {shown(images)}", "it must be a list of images in base64")
+    parts = [*map(base64_image, images), {"type": "text", "text": message.get("content") or ""}]
+    return {**message, "content": parts}
 
 
 class ChatLines(GenerationObjects):

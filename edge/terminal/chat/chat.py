@@ -34,6 +34,7 @@ from ...conversations.records import (
     ReasoningText,
     Role,
     StoredMessage,
+    parted,
     source_lines,
 )
 from ...conversations.store import ConversationStore
@@ -287,7 +288,8 @@ class Chat:
         parent: str | None = None
         for message in session.messages:
             if message["role"] == Role.USER:
-                question = conversation.add_question(message["content"], (), parent, model)
+                text, images = parted(message["content"])
+                question = conversation.add_question(text, images, parent, model)
                 parent = question.id
             elif message["role"] == Role.ASSISTANT and question is not None:
                 answer = conversation.add_answer(question, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from ....errors import InputError
 from ....models.user_text import read_text
+from ....runtime.images.decoding import image_bytes, kept_image
 from ....runtime.options import GenerateOptions
 from ....runtime.scheduling.request_run import Cancellation
 from ...conversations.answering import takes_calls
@@ -33,6 +35,10 @@ _KEYS: Final = (
     "Ctrl-C stops an answer. Enter sends; Alt+Enter, Ctrl-J, or Enter after a backslash begins a new line. "
     "Pasted lines are one message."
 )
+_DROPPED: Final = re.compile(r"(?:'[^'\n]+'|\"[^\"\n]+\"|(?:\\[^\n]|[^\s\\])+)\s*")
+"""What may be the path of a file: in quotes, or with a backslash before each blank."""
+_BACKSLASH: Final = re.compile(r"\\(.)")
+_IMAGE_ENDINGS: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 _COPY_S: Final = 5.0
 """Seconds that a program has to copy text."""
 _COPY_PROGRAMS: Final = {"darwin": "pbcopy", "win32": "clip"}
@@ -246,6 +252,33 @@ class MessageCommands:
             "passages of it that fit the next message go with it" if tokens >= context else "goes with the next message"
         )
         chat.note(f"{path.name}: {tokens} tokens, of a context of {context}; {goes}")
+
+    @command("/image", "FILE", takes_path=True)
+    def _image(self, argument: str) -> None:
+        """Let the model see an image with the next message; dropping a file on the prompt does so, too."""
+        if not argument:
+            raise InputError("/image needs a file", "name a PNG, JPEG, WEBP, GIF or BMP file")
+        self._attach_image(typed_path(argument))
+
+    def _attach_image(self, path: Path) -> None:
+        data = image_bytes({"type": "image", "image": path}, "/image")
+        self._chat.attachments.append(Attachment(path.name, "", kept_image(data)))
+        self._chat.note(f"{path.name}: goes with the next message")
+
+    def without_dropped_images(self, text: str) -> str:
+        """Attach the image files whose paths a text begins with, as a terminal writes them where a file is dropped on
+        it; returns the rest of the text.
+
+        Raises:
+            InputError: one of them is not an image.
+        """
+        while (found := _DROPPED.match(text)) is not None:
+            path = typed_path(_BACKSLASH.sub(r"\1", found[0].strip()) if os.sep == "/" else found[0].strip())
+            if path.suffix.lower() not in _IMAGE_ENDINGS or not path.is_absolute() or not path.is_file():
+                break
+            self._attach_image(path)
+            text = text[found.end() :]
+        return text
 
     @command("/documents", "[PATH]", takes_path=True)
     def _documents(self, argument: str) -> None:

@@ -65,7 +65,7 @@ def _until_left(chat: Chat) -> int:
     while True:
         try:
             draft, chat.draft = chat.draft, ""
-            text = chat.reader.read(draft).strip()
+            text = commands.without_dropped_images(chat.reader.read(draft).strip())
             if text.split(" ")[0] in {"/quit", "/exit"}:
                 return 0
             if text and not commands.run(text):

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, FilePayload, FloatRect, Locator, Page, 
 from edgerun.edge.conversations.store import ConversationStore
 from support.chat_page import ChatPage, OpenedApp, opened
 
-NOT_TEXT: FilePayload = {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
+NOT_TEXT: FilePayload = {"name": "picture.bin", "mimeType": "", "buffer": b"\x89PNG\r\n\x1a\n\x00\xff"}
 PIXELS = """async (png) => {
   const bytes = Uint8Array.from(atob(png), (character) => character.charCodeAt(0));
   const image = await createImageBitmap(new Blob([bytes], { type: "image/png" }));
@@ -190,7 +190,7 @@ def test_drafts_are_kept_for_each_conversation(chat: ChatPage) -> None:
 def test_files_are_attached_and_a_long_message_is_pasted_whole(chat: ChatPage) -> None:
     table: FilePayload = {"name": "list.csv", "mimeType": "text/csv", "buffer": "größe,zahl\n1,2\n".encode()}
     chat.attached_files.set_input_files([table, NOT_TEXT])
-    expect(chat.notice).to_contain_text("picture.png is not a text file in UTF-8")
+    expect(chat.notice).to_contain_text("picture.bin is not a text file in UTF-8")
     expect(chat.page.locator(".attached li")).to_have_count(1)
     explained = "This model writes shell commands only"
     expect(chat.ask("Hello there!")).to_contain_text(explained)
@@ -396,7 +396,7 @@ def test_notices_go_away_after_their_time(chat: ChatPage) -> None:
     chat.ask("show the date")
     chat.page.clock.install()
     chat.attached_files.set_input_files(NOT_TEXT)
-    expect(chat.notice).to_contain_text("picture.png is not a text file")
+    expect(chat.notice).to_contain_text("picture.bin is not a text file")
     chat.page.clock.run_for(1_000)  # the time of a notice begins after it was painted
     chat.page.clock.fast_forward(31_000)
     expect(chat.notice).to_have_count(0)

@@ -164,7 +164,7 @@ def test_errors_have_anthropics_form(client: Any, server: Served) -> None:
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
         client.messages.create(model="claude", max_tokens=1, messages=[QUESTION])
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-    with pytest.raises(anthropic.BadRequestError, match="models here read text"):
+    with pytest.raises(anthropic.BadRequestError, match="reads text alone"):
         client.messages.create(model="bundle", max_tokens=1, messages=[{"role": "user", "content": [image]}])
     with (
         anthropic.Anthropic(base_url=server.base, api_key="wrong", max_retries=0) as stranger,

@@ -233,8 +233,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "no model": ("/api/chat", {"messages": []}, "model is missing"),
     "images": (
         "/api/chat",
-        {"model": "", "messages": [{"role": "user", "content": "", "images": ["aGk="]}]},
-        "messages[0] has images",
+        {"model": "", "messages": [{"role": "user", "content": "", "images": ["aGk=", 3]}]},
+        "messages[0].images is",
     ),
     "a role": ("/api/chat", {"model": "", "messages": [{"role": "x", "content": ""}]}, "role is 'x'"),
     "a message": ("/api/chat", {"model": "", "messages": [3]}, "messages[0] is the integer 3; it must be an object"),

@@ -204,10 +204,6 @@ REFUSED: dict[ErrorCode, list[tuple[dict[str, Any], str]]] = {
         ({"messages": [USER, {"role": "function", "name": "f", "content": "x"}]}, "messages[1].role"),
         ({"messages": [{"role": "assistant", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
         (
-            {"messages": [USER, USER, {**USER, "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]},
-            "messages[2].content[0].image_url",
-        ),
-        (
             {
                 "messages": [
                     {**USER, "content": [{"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": {}}]}

@@ -199,7 +199,7 @@ UNSUPPORTED: list[tuple[Parse, dict[str, Any], str]] = [
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
             ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict"),
             ({"input": [USER, {"type": "item_reference", "id": "1"}]}, "input[1].type"),
-            ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+            ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         )
     ),
 ]

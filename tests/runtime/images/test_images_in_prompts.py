@@ -65,6 +65,22 @@ def test_slots_are_reused_for_the_same_image_alone(bundle: Path) -> None:
             assert tokens_of(fresh.generate(question, **OPTIONS)) == tokens_of(again)
 
 
+def test_a_second_question_takes_no_pass_over_the_image(bundle: Path) -> None:
+    """The prompt's slots are there: one pass for the new text, in this conversation and in another."""
+    with edgerun.load(bundle, threads=1) as engine:
+        assert engine.model.vision is not None
+        turns = asked(random_image(1))
+        reply = engine.generate(turns, **OPTIONS)
+        turns += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "in other thing"}]
+        tower = []
+        engine.model.vision.features = lambda tile: tower.append(tile) or pytest.fail("the tower ran again")  # type: ignore[method-assign, func-returns-value]
+        for question in (turns, asked(random_image(1), text="other things")):
+            stats = engine.generate(question, **OPTIONS | {"speculation": Speculation.OFF}).stats
+            # The first token of the answer comes from the last pass over the prompt.
+            assert stats.passes - (stats.completion_tokens - 1) <= 2
+            assert stats.prompt_tokens - stats.reused_tokens < 40
+
+
 def test_drafts_change_nothing_after_images(bundle: Path) -> None:
     question = asked(random_image(3), text="the sea the sea the sea the sea")
     with edgerun.load(bundle, threads=1) as engine:

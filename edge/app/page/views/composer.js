@@ -1,8 +1,8 @@
-/** Where a message is written: text, attached files, sending and stopping. */
+/** Where a message is written: text, attached files and images, sending and stopping. */
 
 import { html, useCallback, useLayoutEffect, useRef, useState } from "edgerun/preact";
 
-import { countTokens } from "../api.js";
+import { countTokens, keepImage } from "../api.js";
 import { readDraft, writeDraft } from "../drafts.js";
 import { Icon } from "../icons.js";
 import {
@@ -18,6 +18,7 @@ import {
   useStore,
 } from "../store.js";
 import { strings } from "../strings.js";
+import { CameraDialog } from "./camera.js";
 import { ContextMeter } from "./context_meter.js";
 import { IconButton } from "./dialogs.js";
 
@@ -25,6 +26,7 @@ const DRAFT_DELAY = 250;
 const LARGEST_FILE = 4_000_000;
 const CHARACTERS_PER_TOKEN = 8; // more than tokens have
 const MOST_FILES = 20;
+const IMAGE = /^image\/(?!svg)/; // an SVG file is text
 const GROWS_BY_ITSELF = CSS.supports("field-sizing", "content");
 
 /** Reads a file as text; raises where it is too large or is not text. */
@@ -39,6 +41,18 @@ async function readTextFile(file) {
   }
   if (text.includes("\0")) throw new Error(strings.composer.notText(file.name));
   return { name: file.name, text: text.replaceAll("\r\n", "\n") };
+}
+
+/** Reads an image as it is kept with a message; raises where it is too large or cannot be read. */
+async function readImage(file) {
+  const reader = new FileReader();
+  const read = new Promise((resolve, reject) => {
+    reader.onload = resolve;
+    reader.onerror = () => reject(reader.error);
+  });
+  reader.readAsDataURL(file);
+  await read;
+  return { name: file.name, text: "", ...(await keepImage(file.name, reader.result)) };
 }
 
 async function tokensOf(conversation, text) {
@@ -58,10 +72,12 @@ function Attached({ files, context, onRemove }) {
     ${files.map(
       (file, index) =>
         html`<li key=${`${file.name} ${index}`}>
-          <${Icon} name="attach" /><span class="attached-name">${file.name}</span>
-          <span class="quiet"
+          ${file.image ? html`<img class="thumbnail" src=${file.image} alt="" />` : html`<${Icon} name="attach" />`}
+          <span class="attached-name">${file.name}</span>
+          ${!file.image &&
+          html`<span class="quiet"
             >${strings.common.size(file.text.length)}${file.tokens != null ? ` · ${strings.common.tokens(file.tokens)}` : ""}</span
-          >
+          >`}
           ${isLong(file) && html`<span class="quiet">${strings.composer.inPassages}</span>`}
           <${IconButton} icon="close" label=${strings.composer.removeFile(file.name)} onClick=${() => onRemove(index)} />
         </li>`,
@@ -107,9 +123,11 @@ export function Composer({ id, conversation, leaf }) {
   const [empty, setEmpty] = useState(!draft.current.text.trim());
   const [edits, setEdits] = useState(0);
   const [sending, setSending] = useState(false);
+  const [camera, setCamera] = useState(false);
   const enterSends = useStore((current) => current.settings.enter_sends);
   const writing = useStore(() => (id ? answerInProgress(id)?.id : undefined));
   const context = useStore(() => modelOf(conversation)?.context);
+  const sees = useStore(() => modelOf(conversation)?.capabilities.includes("vision"));
   const timer = useRef(0);
 
   const grow = useCallback(() => {
@@ -149,8 +167,10 @@ export function Composer({ id, conversation, leaf }) {
     async (chosen) => {
       for (const file of chosen.slice(0, MOST_FILES)) {
         try {
-          const read = await readTextFile(file);
-          changeFiles([...draft.current.attachments, { ...read, tokens: await tokensOf(conversation, read.text) }]);
+          const isImage = IMAGE.test(file.type);
+          const read = await (isImage ? readImage(file) : readTextFile(file));
+          const tokens = isImage ? null : await tokensOf(conversation, read.text);
+          changeFiles([...draft.current.attachments, { ...read, tokens }]);
         } catch (error) {
           notify({ text: error.message, kind: "error" });
         }
@@ -184,7 +204,7 @@ export function Composer({ id, conversation, leaf }) {
       sendMessage(
         id,
         text,
-        attachments.map((file) => ({ name: file.name, text: file.text })),
+        attachments.map(({ name, text, image }) => ({ name, text, image })),
       ),
     );
     setSending(false);
@@ -259,6 +279,10 @@ export function Composer({ id, conversation, leaf }) {
           event.target.value = "";
         }}
       />
+      ${sees &&
+      navigator.mediaDevices &&
+      html`<${IconButton} icon="camera" label=${strings.composer.camera} onClick=${() => setCamera(true)} />`}
+      ${camera && html`<${CameraDialog} onTaken=${(file) => add([file])} onClose=${() => setCamera(false)} />`}
       <span class="composer-hint quiet">${enterSends ? strings.composer.hintEnter : strings.composer.hintCtrlEnter}</span>
       <${ContextMeter} id=${id} leaf=${leaf} draft=${draft} edits=${edits} writing=${writing} />
       ${writing

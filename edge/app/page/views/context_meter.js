@@ -31,7 +31,7 @@ export function ContextMeter({ id, leaf, draft, edits, writing }) {
     if (!known || writing) return undefined;
     const abort = new AbortController();
     const { text, attachments } = draft.current;
-    const files = attachments.map((file) => ({ name: file.name, text: file.text }));
+    const files = attachments.map(({ name, text: content, image }) => ({ name, text: content, image }));
     measureContext(id, text, files, abort.signal).then(
       (got) => setFit(got.problem ? { error: got.problem } : got.tokens == null ? null : got),
       (error) => error.name !== "AbortError" && setFit(error.code === "unreachable" ? null : { error: error.message }),

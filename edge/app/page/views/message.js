@@ -64,7 +64,8 @@ function Attachments({ attachments }) {
     ${attachments.map(
       (file) =>
         html`<li key=${file.name}>
-          <details>
+          ${file.image && html`<img src=${file.image} alt=${file.name} />`}
+          <details hidden=${Boolean(file.image)}>
             <summary><${Icon} name="attach" />${file.name}<span class="quiet">${strings.common.size(file.text.length)}</span></summary>
             <pre tabindex="0">${file.text.slice(0, 20000)}</pre>
           </details>
