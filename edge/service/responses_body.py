@@ -1,4 +1,4 @@
-"""The body of OpenAI's Responses API, for text; every request brings its whole conversation."""
+"""The body of OpenAI's Responses API, for text and images; every request brings its whole conversation."""
 
 from __future__ import annotations
 

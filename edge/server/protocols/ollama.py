@@ -88,6 +88,7 @@ class OllamaChatBody(_Body, kw_only=True):
         list[dict[str, Any]] | None, about("The conversation; without one, the model is only loaded.")
     ] = None
     tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
+    images: Annotated[list[str] | None, about("Not supported: give images with their messages.", [])] = None
 
     def request(self) -> GenerationRequest:
         """The next message."""
