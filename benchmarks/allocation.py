@@ -25,7 +25,7 @@ from pathlib import Path
 import edgerun
 from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
-from edgerun.export.allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_FILE, Allocation, allocate, cost_measures
+from edgerun.export.allocation.allocate import DEFAULT_SECONDS, Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import linear_choices, measure_sensitivities
 from edgerun.export.allocation.format_candidates import completed_plan, format_candidates, planned_linears
 from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost, weight_count
@@ -135,7 +135,6 @@ class Comparison:
             list(planned_linears(self.config)),
             self.formats,
             lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
-            self.options.work / SENSITIVITY_FILE,
         )
         divergences = partial(self.searched_kl, tokens // 4), partial(self.searched_kl, tokens)
         costs = cost_measures(budget, self.config)

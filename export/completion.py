@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..models.atomic import write_atomically
+from ..models.atomic import temporary_folder, write_atomically
 from ..models.bundle import CACHE_SCALES_NAME, GRAPH_NAME, PLAN_NAME, WEIGHTS_NAME, open_bundle
 from ..models.manifest import Calibration, GraphLayout, Manifest
 from ..models.progress import Progress
+from ..models.user_folders import cache_folder
 from ..runtime.devices.providers import choose_device
 from ..runtime.graph.quantized_cache import rotated_pairs
 from ..runtime.graph.session import GraphSession, SessionConfig
@@ -27,6 +28,7 @@ from .allocation.choices import Sensitivity
 from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.plan_costs import weight_count
 from .bundle_content import BundleContent, change_manifest
+from .bundle_writer import write_bundle
 from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
@@ -39,8 +41,10 @@ from .report.compared_plans import PlanComparison
 from .report.figures import ModelReport, PlanFigures, PlanKind, SearchStep, Speed, linear_figures, plan_figures
 from .report.page import write_report
 from .report.tables import megabytes
+from .report.text_tasks import TaskFigures, measure_tasks
 
 _STAGE: Final = "measuring quality"
+_TASK_STAGE: Final = "answering questions"
 _WIDTHS: Final = (1, 2, 4, 8)
 _TYPICAL_BANDWIDTHS: Final = (25.0, 50.0, 100.0)
 """Memory bandwidths in GB/s: of an older laptop, of a current one, and of one with a wide bus."""
@@ -92,6 +96,7 @@ def complete_bundle(
     progress(_STAGE, 1.0)
     figures, draft_note = (None, "") if draft is None else make_draft(folder, content, text, draft, recipe, progress)
     sensitivities = _sensitivities(config, model, progress)
+    tasks = _tasks(folder, recipe, content, model, progress)
     predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
     report = ModelReport(
         model=content.source.folder.resolve().name,
@@ -104,6 +109,7 @@ def complete_bundle(
         calibration=calibration,
         quality=quality,
         shipped=shipped,
+        tasks=tasks,
         speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
         drafts=[] if figures is None else [figures],
@@ -150,6 +156,22 @@ def _sensitivities(
     return found
 
 
+def _tasks(
+    folder: Path, recipe: ExportRecipe, content: BundleContent, model: CalibratedModel, progress: Progress
+) -> Sequence[TaskFigures]:
+    """Answers to questions about the user's text, of the bundle and of the float model; none without such a text."""
+    if model.task_words is None:
+        return ()
+    progress(_TASK_STAGE, 0.0)
+    plan = ExportRecipe(FP32).quant_plan(content.config)
+    with temporary_folder(cache_folder(), "float") as parent:
+        write_bundle(parent, replace(content, source=content.original, plan=plan, static_shapes=(), vision=None))
+        progress(_TASK_STAGE, 0.3)
+        found = measure_tasks(model.task_words, folder, parent, recipe.seed)
+    progress(_TASK_STAGE, 1.0)
+    return found
+
+
 def _plans(
     config: DecoderConfig, model: CalibratedModel, quality: Divergence, recipe: ExportRecipe, progress: Progress
 ) -> list[PlanFigures]:
@@ -160,15 +182,13 @@ def _plans(
     def divergence(of: QuantPlan) -> float:
         # Plans that were not written have independently quantized linears, so the chosen plan is compared like that.
         evaluator = model.evaluator if allocation is None else model.independent_evaluator
-        return evaluator.divergence(of, tokens).mean_kl
+        return evaluator.mean_kl(of, tokens)
 
     kl = divergence(plan)
     if allocation is None:
         model.evaluator.release()
     chosen = plan_figures(config, plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
-    uncalibrated = PlanComparison(
-        config, lambda of: model.uncalibrated_evaluator.divergence(of, tokens).mean_kl, times, progress
-    )
+    uncalibrated = PlanComparison(config, lambda of: model.uncalibrated_evaluator.mean_kl(of, tokens), times, progress)
     if allocation is None:
         used = {plan[linear.name] for linear in planned_linears(config)}
         if not recipe.calibrated or len(used) > 1 or FP32 in used:

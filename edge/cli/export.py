@@ -12,18 +12,19 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...errors import missing_extra
-from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe, WeightChoice
+from ...export.quantization.option_values import PRESETS, PresetChoice, WeightChoice
+from ...export.recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe
 from ...models.find import is_on_hub, record_export
 from ...models.hub.downloaded_model import parse_hub_id
-from ...models.progress import ProgressDisplay
-from ..terminal.output import SafeConsole, write_line
+from ...models.progress import LINE_PREFIX, ProgressDisplay
+from ..terminal.output import SafeConsole, write_error, write_line
 from ..terminal.report_summary import show_export
 from .command_line import ALIASES, COMMANDS
 from .shared_options import OptionsOf, takes_options
 
 _RECIPE: Final = OptionsOf(ExportRecipe())
-_UNRECORDED: Final = ("offline", "debug", "work")
-"""Options that do not change what is written, so the manifest leaves them out."""
+_UNRECORDED: Final = ("offline", "debug", "work", "preset")
+"""Options that the manifest leaves out: they do not change what is written, or stand for others, which it names."""
 
 
 @takes_options(_RECIPE, offline=True)
@@ -47,6 +48,7 @@ def export(
     Examples:
 
     \b
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --preset balanced
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights int4 --block 64 --head int8
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 3.5bpw
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights mixed --budget 280MB@file --half-scales --zero-points
@@ -62,18 +64,21 @@ def export(
     """
     with missing_extra("export", "export"):
         from ...export.pipeline import export_model, find_source, may_be_quantized
+        from ...export.report.expected_duration import expected_duration
 
     recipe = _RECIPE.record(given)
     if recipe.draft is not None and recipe.draft not in (NO_DRAFT, OWN_MODULE):
         recipe = replace(recipe, draft=_on_disk(Path(recipe.draft)))
     found = find_source(_on_disk(source))
-    recorded: dict[str, object] = {}
+    recorded = {} if recipe.preset is None else dict(PRESETS[PresetChoice(recipe.preset)])
     if not recipe.mixed and (recipe.weights is not None or not may_be_quantized(found)):
         # The weights are recorded even if they are the default, which another version may change.
         recorded["weights"] = recipe.weights or WeightChoice.INT4
         if any(choice not in (None, WeightChoice.FP32) for choice in (recorded["weights"], recipe.head)):
             recorded["block"] = recipe.block or DEFAULT_BLOCK
     command = _recorded(command_line, source, recorded)
+    if (expected := expected_duration(found, recipe)) is not None:
+        write_error(f"{LINE_PREFIX}{expected}")
     with ProgressDisplay(lines=True) as progress:
         result = export_model(found, destination, recipe, progress, command=command)
     record_export(result.bundle)

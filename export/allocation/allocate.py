@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Final, NamedTuple
 
@@ -59,7 +58,6 @@ _TIME_TOLERANCE: Final = 0.015
 """Relative difference between the measured and the assumed cost of a plan that is accepted."""
 _MAX_CORRECTIONS: Final = 3
 _FRONTIER_PLANS: Final = 9
-SENSITIVITY_FILE: Final = "sensitivities.json"
 SENSITIVITY_WORK: Final = 3e10
 """Weights times tokens of one measurement of a sensitivity: seconds on two cores."""
 PLAN_WORK: Final = 5e11
@@ -209,9 +207,9 @@ def _formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
 
 
 def plan_sensitivities(
-    config: DecoderConfig, recipe: ExportRecipe, evaluator: PlanEvaluator, folder: Path, progress: Progress
+    config: DecoderConfig, recipe: ExportRecipe, evaluator: PlanEvaluator, progress: Progress
 ) -> dict[str, tuple[Sensitivity, ...]]:
-    """Measure every linear in every format that a recipe allows it; `folder` keeps the measurements.
+    """Measure every linear in every format that a recipe allows it.
 
     Raises:
         CheckpointError: A tensor cannot be read.
@@ -222,7 +220,6 @@ def plan_sensitivities(
         list(planned_linears(config)),
         _formats_of(recipe),
         lambda linear, each: evaluator.divergence_alone(linear, each, tokens),
-        folder / SENSITIVITY_FILE,
         progress,
     )
 
@@ -233,7 +230,6 @@ def search_plan(
     budget: Budget,
     evaluator: PlanEvaluator,
     times: LinearTimes,
-    folder: Path,
     progress: Progress,
 ) -> tuple[Allocation, LinearTimes]:
     """Search a plan within a budget.
@@ -244,7 +240,6 @@ def search_plan(
         budget: The budget.
         evaluator: Measures plans on the calibration part of the text.
         times: Times of passes on this machine, measured linear by linear.
-        folder: Keeps the sensitivities.
         progress: Receives the stages.
 
     Returns:
@@ -260,13 +255,13 @@ def search_plan(
 
     def divergence_on(share: float) -> PlanDivergence:
         tokens = max(_MIN_TOKENS, int(share * min(measured_tokens(config), evaluator.tokens)))
-        return lambda plan: evaluator.divergence(plan, tokens).mean_kl
+        return lambda plan: evaluator.mean_kl(plan, tokens)
 
     costs = cost_measures(budget, config, [times.costs(width) for width in widths])
     require_feasible(config, budget, costs[0], _formats_of(recipe))
     found = allocate(
         config,
-        plan_sensitivities(config, recipe, evaluator, folder, progress),
+        plan_sensitivities(config, recipe, evaluator, progress),
         (divergence_on(_SCREENED_SHARE), divergence_on(1.0)),
         budget,
         costs,

@@ -7,6 +7,7 @@ are not; `divergence_of_bundle` measures the graph as it is shipped.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from .layer_graphs import CONCURRENT_PASSES
 from .layer_runner import LayerRunner
 from .logit_comparison import Float64Array, LogitComparison, LogitDifference, ReferenceLogits, owned
 from .text_batches import pack_texts
+from .work_folder import KeptNumbers
 
 EXACT: Final = WeightFormat(32)
 _STATE_BYTES: Final = 1 << 28
@@ -91,7 +93,8 @@ class PlanEvaluator:
             text: Token ids, int64 [n] each, of at least two tokens; a part of the text is its first batches.
             weights_of: Returns the dequantized matrix [N, K] of a linear in a format. A tied head is requested as the
                 embedding.
-            folder: Folder for the hidden states of the float model.
+            folder: Folder for the hidden states of the float model, and for what `mean_kl` measures; it belongs to one
+                model, text and way to quantize.
         """
         self._model = model
         self._config = config = model.config
@@ -103,6 +106,7 @@ class PlanEvaluator:
         self._runner, self._comparison = LayerRunner(model), LogitComparison(config.vocab_size)
         self._matrices = RecentArrays(_MATRIX_BYTES)
         self._folder = folder
+        self._kept = KeptNumbers(folder / "mean-kl.json")
         self._exact: set[Path] = set()
         """Files of the float model's hidden states."""
         self._recent = RecentArrays(_STATE_BYTES)
@@ -124,7 +128,13 @@ class PlanEvaluator:
             weight_format: Its format.
             tokens: Smallest number of tokens to measure on, from the beginning; None for all.
         """
-        return self.divergence({linear: weight_format}, tokens).mean_kl
+        return self.mean_kl({linear: weight_format}, tokens)
+
+    def mean_kl(self, plan: QuantPlan, tokens: int | None = None) -> float:
+        """Mean KL in nats, measured as by `divergence` unless an interrupted export has measured it."""
+        formats = sorted((name, astuple(each)) for name, each in plan.items())
+        key = hashlib.sha256(repr((formats, tokens)).encode()).hexdigest()[:32]
+        return self._kept.get(key, lambda: self.divergence(plan, tokens).mean_kl)
 
     def divergence(self, plan: QuantPlan, tokens: int | None = None) -> Divergence:
         """Measure a plan; linears that it does not name stay in float32.

@@ -1,6 +1,6 @@
 """Calibrates a model and chooses its formats before its export.
 
-All intermediate results but those of the search lie in a work folder, so that an interrupted export is resumed.
+All intermediate results lie in a work folder, so that an interrupted export is resumed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..checkpoint.source import ModelSource
 from ..quantization.codes import StatisticsOf
 from ..quantization.methods import FP32, with_methods
 from ..recipe import ExportRecipe
+from ..report.text_tasks import read_task_text
 from .awq import apply_awq
 from .calibration_text import CalibrationText, calibration_text
 from .collect_statistics import StatisticsStore, collect_statistics, rare_experts
@@ -55,6 +56,8 @@ class CalibratedModel(NamedTuple):
     times: LinearTimes | None = None
     notes: tuple[str, ...] = ()
     """Notes on the calibration for the report."""
+    task_words: list[str] | None = None
+    """Words of the text that questions are made from, for the report; None for no questions."""
 
 
 def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progress: Progress) -> CalibratedModel:
@@ -73,6 +76,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         OSError: The disk refused a write.
     """
     config, budget = checkpoint.config, recipe.parsed_budget
+    task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
         # A budget of bytes that no plan can meet is refused before anything is measured; times are not known yet.
@@ -82,7 +86,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     if budget is not None:
         times = load_or_measure(config, BASE_FORMATS, progress)
         evaluator = PlanEvaluator(model, text.calibration, store.weights, folder / "calibration")
-        allocation, times = search_plan(config, recipe, budget, evaluator, times, folder, progress)
+        allocation, times = search_plan(config, recipe, budget, evaluator, times, progress)
         plan = allocation.plan
     plan = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
     independent = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
@@ -110,6 +114,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         allocation=allocation,
         times=times,
         notes=tuple(rare_experts(statistics, config)) if recipe.calibrated else (),
+        task_words=task_words,
     )
 
 

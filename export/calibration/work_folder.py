@@ -1,4 +1,4 @@
-"""The folder that keeps intermediate results of an interrupted export.
+"""The folder that keeps intermediate results of an interrupted export, and the file of its measured numbers.
 
 Folders in the cache lie in `exports/KEY`, where the key is made of model and settings. `locks/KEY` locks them, because
 a folder with an open file cannot be removed on Windows.
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,8 @@ from typing import Final
 from ...errors import DestinationError, InputError
 from ...models.atomic import discard_folder, remove_abandoned, write_atomically
 from ...models.file_system import locked
+from ...models.json_file import is_finite, parse_json_object
+from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ...models.user_folders import cache_folder
 
 _KEY_NAME: Final = "made-from.json"
@@ -26,6 +28,34 @@ _LOCK_NAME: Final = "lock"
 _LOCK_WAIT_S: Final = 1.0
 _KEPT_S: Final = 14 * 24 * 3600.0
 """How long the cache keeps the work of an export that was not continued, in seconds."""
+
+
+class KeptNumbers:
+    """Measured numbers by what they were measured of; each is written as soon as it is known, and not measured again.
+
+    Args:
+        file: their file, of one model and text; one that is missing or damaged holds none.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            stored = parse_json_object(read_regular(file, MAX_JSON_BYTES))
+        except (OSError, ValueError):
+            stored = {}
+        self._numbers = {key: float(value) for key, value in stored.items() if is_finite(value)}
+
+    def get(self, key: str, measure: Callable[[], float]) -> float:
+        """The number of a key, measured unless it is known.
+
+        Raises:
+            OSError: The disk refused a write.
+        """
+        if key not in self._numbers:
+            self._numbers[key] = measure()
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, json.dumps(self._numbers, indent=0).encode())
+        return self._numbers[key]
 
 
 @contextmanager

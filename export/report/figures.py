@@ -23,6 +23,7 @@ from ..allocation.plan_costs import bytes_read, plan_cost, weight_count
 from ..calibration.divergence import Divergence
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
+from .text_tasks import TaskFigures
 
 SIZE_TOLERANCE: Final = 0.03
 """Plans whose bytes differ by less than this share count as equally large."""
@@ -139,6 +140,8 @@ class ModelReport:
     """Quality on held-out text with quantized weights and float32 activations."""
     shipped: Divergence
     """Quality on held-out text of the graph as it runs, with 8-bit activations."""
+    tasks: Sequence[TaskFigures]
+    """Answers to questions about the user's text; none where none was given."""
     speed: Speed
     bandwidths: Sequence[float]
     """Memory bandwidths in GB/s for which speeds are predicted."""

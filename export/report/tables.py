@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from ..calibration.divergence import Divergence
 from .figures import DraftFigures, LinearFigures, ModelReport, PlanFigures, PlanKind
+from .text_tasks import TaskFigures, wilson
 
 _MEGA: Final = 1e6
 _NOTHING: Final = "-"
@@ -68,6 +69,11 @@ def headlines(report: ModelReport) -> list[Headline]:
             "plain decoding" + ("" if predicted is None else f"; {1e3 / predicted:.1f} predicted"),
         ),
     ]
+    if report.tasks:
+        total, same = (sum(getattr(each, name) for each in report.tasks) for name in ("questions", "same"))
+        worse = [each.name for each in report.tasks if each.is_worse]
+        detail = f"95 % interval {_interval(same, total)}; worse at: {', '.join(worse) or 'no task'}"
+        found.append(Headline("health", f"{same / total:.1%} of the float32 model's answers", detail, _tone(not worse)))
     for draft in report.drafts:
         gain = draft.benefit.plain_seconds / draft.benefit.speculative_seconds
         detail = f"{draft.benefit.tokens_per_pass:.2f} tokens per pass"
@@ -79,7 +85,8 @@ def tables_of(report: ModelReport) -> list[Table]:
     """All tables that the report has figures for."""
     drafts = [_drafts(report)] if report.drafts else []
     plans = [_plans(report)] if len(report.compared) > 1 else []
-    return [*plans, _quality(report), _speed(report), *drafts, _linears(report.linears), _conditions(report)]
+    tasks = [_tasks(report.tasks)] if report.tasks else []
+    return [*plans, _quality(report), *tasks, _speed(report), *drafts, _linears(report.linears), _conditions(report)]
 
 
 def _table(title: str, items: Sequence[_Item], columns: Mapping[str, Callable[[_Item], str]]) -> Table:
@@ -180,6 +187,28 @@ def _quality(report: ModelReport) -> Table:
         "tokens": lambda each: str(each[1].tokens),
     }
     return _table("Quality on held-out text", list(known.items()), columns)
+
+
+def _tasks(tasks: Sequence[TaskFigures]) -> Table:
+    """Answers to questions about the user's text."""
+    columns: dict[str, Callable[[TaskFigures], str]] = {
+        "": lambda task: task.name,
+        "questions": lambda task: str(task.questions),
+        "right": lambda task: f"{task.right / task.questions:.1%}",
+        "95 % interval": lambda task: _interval(task.right, task.questions),
+        "right, float32 model": lambda task: f"{task.float_right / task.questions:.1%}",
+        "its 95 % interval": lambda task: _interval(task.float_right, task.questions),
+        "same answer": lambda task: f"{task.same / task.questions:.1%}",
+    }
+    table = _table("Questions about your text", tasks, columns)
+    return table._replace(
+        caption="Each has four choices, ranked by mean log-probability: choosing blindly is right at 25 %."
+    )
+
+
+def _interval(count: int, total: int) -> str:
+    low, high = wilson(count, total)
+    return f"{low:.1%} to {high:.1%}"
 
 
 def _speed(report: ModelReport) -> Table:

@@ -24,7 +24,8 @@ from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
 from ..graph.initializers import WeightFile
 from ..quantization.methods import FP32, INT4
-from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, DeviceChoice, ExportRecipe
+from ..quantization.option_values import DeviceChoice
+from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, ExportRecipe
 from .attention_fusion import fuse_operators, pack_heads
 from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +19,7 @@ from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears
 from edgerun.export.allocation.linear_times import load_or_measure
 from edgerun.export.allocation.plan_costs import bytes_read, weight_count
+from edgerun.export.calibration.work_folder import KeptNumbers
 from edgerun.export.checkpoint.config import read_config
 from edgerun.models.bundle import open_bundle
 from support.known_timings import BytesMachine, KnownMachine, use_machine
@@ -216,26 +219,35 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
         export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
 
 
-@pytest.mark.nightly
-def test_an_interrupted_search_is_resumed(checkpoint: Path, tmp_path: Path, own_cache: Path) -> None:
-    recipe = mixed("5bpw")
+@pytest.mark.parametrize("after", [0, 3], ids=["sensitivities", "plans"])
+def test_an_interrupted_search_goes_on_where_it_was(
+    checkpoint: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Nothing that it measured is measured again."""
+    searching = count()
 
     def interrupt(stage: str, fraction: float) -> None:
-        if stage == "searching":
+        if stage == "searching" and next(searching) == after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_checkpoint(checkpoint, tmp_path / "bundle", recipe, interrupt)
+        export_checkpoint(checkpoint, tmp_path / "bundle", mixed("5bpw", time_limit=5), interrupt)
     assert not (tmp_path / "bundle").exists()
     (left,) = (own_cache / "exports").iterdir()
-    sensitivities = json.loads((left / "sensitivities.json").read_text(encoding="utf-8"))
-    changed = {key: value + 1 for key, value in sensitivities.items()}
-    (left / "sensitivities.json").write_text(json.dumps(changed), encoding="utf-8")
+    known = json.loads((left / "calibration" / "mean-kl.json").read_text(encoding="utf-8"))
+    measured: list[str] = []
+    get = KeptNumbers.get
 
+    def watched(kept: KeptNumbers, key: str, measure: Callable[[], float]) -> float:
+        return get(kept, key, lambda: (measured.append(key), measure())[1])
+
+    monkeypatch.setattr(KeptNumbers, "get", watched)
     stages: list[str] = []
-    done = export_checkpoint(checkpoint, tmp_path / "bundle", recipe, lambda stage, _: stages.append(stage))
+    export_checkpoint(checkpoint, tmp_path / "bundle", mixed("5bpw"), lambda stage, _: stages.append(stage))
     assert "text" not in stages
-    assert all(linear.kl_alone is not None and linear.kl_alone > 1 for linear in done.report.linears)
+    assert len(known) > after
+    assert measured
+    assert not known.keys() & set(measured)
     assert not left.exists()
 
 

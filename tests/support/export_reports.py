@@ -14,6 +14,7 @@ from edgerun.export.report.figures import (
     SearchStep,
     Speed,
 )
+from edgerun.export.report.text_tasks import TaskFigures
 from edgerun.models.manifest import Calibration, Method, WeightFormat
 from edgerun.runtime.measure.draft_benefit import DraftBenefit
 
@@ -64,6 +65,7 @@ def whole_report(layers: int = 24) -> ModelReport:
         calibration=Calibration("text sampled from the model itself", 14_336, 2_048, awq=True),
         quality=Divergence(0.0791, 0.913, 0.9144, 9.1234, 8.7654, 2048),
         shipped=Divergence(0.0812, 0.922, 0.9121, 9.1301, 8.7654, 2048),
+        tasks=[TaskFigures("copying", 40, 30, 39, 31), TaskFigures("arithmetic", 40, 12, 13, 36)],
         speed=Speed({1: 8.6, 2: 9.4, 4: 13.5, 8: 22.0}, {1: 8.8, 2: 9.3, 4: 13.9, 8: 22.6}),
         bandwidths=(25.0, 100.0),
         drafts=[DraftFigures("Qwen2.5-0.1B", DraftBenefit(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],

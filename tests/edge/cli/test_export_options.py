@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from edgerun.export import ExportRecipe, Method
 from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.calibration import work_folder
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.recipe import MethodChoice
+from edgerun.export.quantization.option_values import PRESETS, MethodChoice, PresetChoice
 from edgerun.models.atomic import discard_folder
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.arguments.argument_types import options_of
@@ -48,6 +50,9 @@ pytestmark = pytest.mark.usefixtures("cache")
         (["--weights", "int4", "--plan", "plan.toml"], "--plan and --weights int4 exclude each other"),
         (["--weights", "mixed", "--budget", "3bpw", "--plan", "plan.toml"], "need either a budget or a plan, not both"),
         (["--head", "mixed"], "only --weights can be mixed"),
+        (["--preset", "fast", "--weights", "int8"], "--preset fast and --weights exclude each other; leave one"),
+        (["--preset", "best", "--budget", "5bpw"], "--preset best and --budget exclude each other; leave one"),
+        (["--preset", "small", "--head", "int8"], "--head has no effect with mixed weights"),
         (["--draft-vocab", "100"], "has no effect without a draft; add --draft SRC, or --draft-layers auto"),
         (["--draft-layers", "auto", "--draft-weights", "int4"], "--draft-weights has no effect with --draft-layers"),
         (["--draft-layers", "auto", "--draft", "draft"], "--draft and --draft-layers exclude each other"),
@@ -84,6 +89,31 @@ def test_static_graphs_are_named_at_the_end(checkpoint: Path, tmp_path: Path, ca
         "model_npu_w4_c64.onnx",
     }
     assert "--device npu --widths 1,4 --contexts 64" in open_bundle(bundle).manifest.command
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(each, marks=[] if each == "fast" else pytest.mark.nightly) for each in PresetChoice]
+)
+def test_a_preset_is_its_options(checkpoint: Path, tmp_path: Path, capsys: Capture, preset: PresetChoice) -> None:
+    """How long it takes is said first, and the options that it stands for are recorded."""
+    options = ["--preset", preset, "--calibration-tokens", "1100"]
+    if PRESETS[preset]["weights"] == "mixed":
+        options += ["--time-limit", "0.02"]
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), *options]) == 0
+    first, *stages = capsys.readouterr().err.splitlines()
+    found = re.fullmatch(
+        r"edge-run: progress: expected to take (\S+) to (\S+) minutes, longer beside other programs", first
+    )
+    assert found is not None
+    assert 0 < float(found[1]) < float(found[2])
+    assert stages[0] == "edge-run: progress: text"
+    command = open_bundle(tmp_path / "out").manifest.command
+    assert "--preset" not in command
+    for name, value in PRESETS[preset].items():
+        assert f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" in command
+    again = ["export", str(checkpoint), str(tmp_path / "again"), *shlex.split(command)[4:]]
+    assert main(again) == 0
+    assert open_bundle(tmp_path / "again").manifest.command.replace("again", "out") == command
 
 
 def test_block_applies_to_the_draft_of_mixed_weights(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:

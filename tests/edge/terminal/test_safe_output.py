@@ -275,7 +275,8 @@ def test_long_work_writes_plain_lines_where_there_is_no_terminal(monkeypatch: Pa
         progress(NAME, 0.0)
         progress("searching", 0.25)
     lines = ["text", "searching", f"{SHOWN}\ufffd[bold]x[nope] :smile:", "searching, 25%"]
-    assert capsys.readouterr().err.splitlines() == [f"edge-run: progress: {line}" for line in lines]
+    shown = [re.sub(r"%, \d+ s left$", "%", line) for line in capsys.readouterr().err.splitlines()]
+    assert shown == [f"edge-run: progress: {line}" for line in lines]
     with ProgressDisplay() as progress:
         progress("searching", 0.5)
     assert capsys.readouterr().err == ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.divergence import PlanEvaluator
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
+from edgerun.export.checkpoint.layer_weights import FusedLinear
 from edgerun.export.checkpoint.layout import fused_linears
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.quantization.methods import DEFAULT_METHODS
@@ -46,23 +48,33 @@ def refused(*_: object) -> float:
     raise AssertionError("measured again")
 
 
-def test_each_sensitivity_is_measured_once(tmp_path: Path, config: DecoderConfig) -> None:
-    """Also that of a format with another method, which compares equal."""
-    linears, measured = list(planned_linears(config))[:2], []
+def test_each_sensitivity_is_measured_once(tmp_path: Path, checkpoint: Path, config: DecoderConfig) -> None:
+    """Also that of a format with another method, which compares equal; after an interruption too."""
+    source, linears = Checkpoint(checkpoint), list(planned_linears(config))[:2]
+    text = [np.random.default_rng(seed).integers(0, config.vocab_size, 40) for seed in range(2)]
     formats = [*FORMATS, replace(FORMATS[0], method=Method.RTN)]
+    store = QuantizedLinearStore(source, config, tmp_path / "linears")
+    quantized: list[str] = []
 
-    def alone(linear: str, weight_format: WeightFormat) -> float:
-        measured.append((linear, weight_format))
-        if len(measured) == 4:
+    def sensitivities(weights: Callable[..., Any]) -> dict[str, tuple[Sensitivity, ...]]:
+        evaluator = PlanEvaluator(SourceModel(source, config, 64), text, weights, tmp_path / "states")
+        return measure_sensitivities(linears, formats, evaluator.divergence_alone)
+
+    def interrupted(linear: FusedLinear, weight_format: WeightFormat) -> Any:
+        quantized.append(linear.name)
+        if len(quantized) == 4:
             raise KeyboardInterrupt
-        return len(measured) / 8
+        return store.weights(linear, weight_format)
 
     with pytest.raises(KeyboardInterrupt):
-        measure_sensitivities(linears, formats, alone, tmp_path / "sensitivities.json")
-    found = measure_sensitivities(linears, formats, alone, tmp_path / "sensitivities.json")
-    assert len(measured) == 2 * len(formats) + 1
-    assert [each.divergence for each in found[linears[0].name]] == [1 / 8, 2 / 8, 3 / 8, 5 / 8]
+        sensitivities(interrupted)
+    found = sensitivities(interrupted)
+    assert len(quantized) == 2 * len(formats) + 1
+    assert sensitivities(refused) == found
     assert [each.weight_format for each in found[linears[1].name]] == formats
+    (tmp_path / "states" / "mean-kl.json").write_text("damaged", encoding="utf-8")
+    with pytest.raises(AssertionError, match="measured again"):
+        sensitivities(refused)
 
 
 class TestAllocation:
@@ -81,7 +93,7 @@ class TestAllocation:
         uniform = uniform_plan(config, WeightFormat(4, 64))
         limit = plan_cost(uniform, BYTES_READ, config)
         budget = Budget(limit * 8 / weight_count(config), Measure.BITS)
-        sensitivities = measured_alone(config, evaluator.divergence_alone, formats, tmp_path)
+        sensitivities = measure_sensitivities(list(planned_linears(config)), formats, evaluator.divergence_alone)
         arguments = config, sensitivities, (divergence, divergence), budget, cost_measures(budget, config)
         found = allocate(*arguments)
         assert plan_cost(found.plan, BYTES_READ, config) <= limit * (1 + 1e-9)
@@ -94,25 +106,24 @@ class TestAllocation:
                     assert divergence({**found.plan, linear.name: each}) > found.divergence
         costs = [plan_cost(plan, BYTES_READ, config) for plan in found.frontier]
         assert costs == sorted(costs)
-        assert measured_alone(config, refused, formats, tmp_path) == sensitivities
         assert allocate(*arguments).plan == found.plan
 
     @pytest.mark.parametrize("noise", [0.0, 0.004])
-    def test_the_budget_limits_the_measured_cost(self, tmp_path: Path, config: DecoderConfig, noise: float) -> None:
+    def test_the_budget_limits_the_measured_cost(self, config: DecoderConfig, noise: float) -> None:
         generator = np.random.default_rng(0)
 
         def ratio(plan: Mapping[str, WeightFormat]) -> float:
             few = np.mean([each.bits == 2 for each in plan.values()])
             return float((1.2 + 0.2 * few) * (1 + noise * generator.standard_normal()))
 
-        budget, found = _measured_as_a_whole(config, tmp_path, ratio)
+        budget, found = _measured_as_a_whole(config, ratio)
         limit = budget.limit(config)
         few = np.mean([each.bits == 2 for linear, each in found.plan.items() if linear != "embedding"])
         cost = plan_cost(found.plan, BYTES_READ, config)
         assert found.measured_ratio == pytest.approx(1.2 + 0.2 * few, rel=0.05)
         assert 0.9 * limit < found.measured_ratio * cost < 1.02 * limit
 
-    def test_a_plan_is_measured_after_its_last_correction(self, tmp_path: Path, config: DecoderConfig) -> None:
+    def test_a_plan_is_measured_after_its_last_correction(self, config: DecoderConfig) -> None:
         measured: list[Mapping[str, WeightFormat]] = []
 
         def ratio(plan: Mapping[str, WeightFormat]) -> float:
@@ -120,25 +131,14 @@ class TestAllocation:
             measured.append(plan)
             return float(1.1 ** len(measured))
 
-        budget, found = _measured_as_a_whole(config, tmp_path, ratio)
+        budget, found = _measured_as_a_whole(config, ratio)
         assert measured[-1] == found.plan
         assert found.measured_ratio == pytest.approx(1.1 ** len(measured))
         assert found.measured_ratio * plan_cost(found.plan, BYTES_READ, config) < 1.11 * budget.limit(config)
 
 
-def measured_alone(
-    config: DecoderConfig,
-    divergence_alone: Callable[[str, WeightFormat], float],
-    formats: Sequence[WeightFormat],
-    folder: Path,
-) -> dict[str, tuple[Sensitivity, ...]]:
-    return measure_sensitivities(
-        list(planned_linears(config)), formats, divergence_alone, folder / "sensitivities.json"
-    )
-
-
 def _measured_as_a_whole(
-    config: DecoderConfig, folder: Path, measured_ratio: Callable[[Mapping[str, WeightFormat]], float]
+    config: DecoderConfig, measured_ratio: Callable[[Mapping[str, WeightFormat]], float]
 ) -> tuple[Budget, Allocation]:
     """A plan of 6 bits, where divergences add up."""
 
@@ -150,7 +150,7 @@ def _measured_as_a_whole(
 
     budget = Budget(6.0, Measure.BITS)
     costs = cost_measures(budget, config)
-    sensitivities = measured_alone(config, alone, BASE_FORMATS, folder)
+    sensitivities = measure_sensitivities(list(planned_linears(config)), BASE_FORMATS, alone)
     return budget, allocate(config, sensitivities, (together, together), budget, costs, measured_ratio)
 
 

@@ -20,7 +20,7 @@ import edgerun
 from edgerun import Engine, InputError, OriginKind
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.export import ExportRecipe
-from edgerun.export.recipe import DeviceChoice
+from edgerun.export.quantization.option_values import DeviceChoice
 from edgerun.models.manifest import GraphLayout
 from edgerun.runtime.blocks.block_decode import BlockChoices, block_decode
 from edgerun.runtime.blocks.commit_rules import COMMIT_RULES, Candidates, CommitRule, most_confident

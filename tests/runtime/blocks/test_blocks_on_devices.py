@@ -10,7 +10,7 @@ import pytest
 
 from edgerun import EdgeError, InputError
 from edgerun.export import INT4, ExportRecipe
-from edgerun.export.recipe import DeviceChoice
+from edgerun.export.quantization.option_values import DeviceChoice
 from support.block_models import answer, write_block_model
 from support.devices import require_qnn, run_edge_run, run_json_script
 from support.static_bundles import float_graph, static_graphs
