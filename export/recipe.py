@@ -73,7 +73,7 @@ class ExportRecipe:
     )
     method: str | None = option(
         None,
-        "Quantization method; gptq and awq need calibration text.",
+        "Quantization method; gptq, yaqa and awq need calibration text, yaqa also the extra train.",
         choices=MethodChoice,
         unset="k-quant for int4 and int2, rtn for int8",
     )
@@ -300,9 +300,8 @@ class ExportRecipe:
     @property
     def rounding(self) -> Method | None:
         """The method that chooses codes and scales; None for the default of each bit width."""
-        if self.method in (None, MethodChoice.AWQ):
-            return None if self.method is None else Method.RTN
-        return Method(self.method.removeprefix("awq+"))
+        others = {None: None, "awq": Method.RTN, "yaqa": Method.GPTQ}
+        return others[self.method] if self.method in others else Method(str(self.method).removeprefix("awq+"))
 
     @property
     def methods(self) -> Mapping[int, Method]:

@@ -8,10 +8,10 @@ all, so an interrupted run is resumed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ from ..checkpoint.source import (
     joined_rows,
 )
 from ..quantization.codes import InputStatistics, StatisticsOf, dequantized
+from ..quantization.gptq import gptq_rows
 from ..quantization.methods import QUANTIZERS
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR
 
@@ -42,8 +43,16 @@ the next one."""
 _BLAS: Final = ThreadpoolController()
 """Controls the threads of the BLAS library. Pieces are quantized on several threads, whose BLAS threads would wait for
 each other, spinning: an export by GPTQ took twice as long on a busy machine."""
-Target = tuple[Float32Array, InputStatistics]
-"""Weights [N, K] that a quantized linear approximates in place of its own, and the statistics of its inputs."""
+
+
+class Target(NamedTuple):
+    """What a linear that is quantized by GPTQ approximates in place of its own weights."""
+
+    weights: Float32Array
+    """[N, K]."""
+    inputs: InputStatistics
+    outputs_of: Callable[[RowRange], Float32Array | None]
+    """Returns the second moments of the gradients at the outputs of rows of a matrix (see `gptq_rows`)."""
 
 
 class QuantizedLinearStore(ModelSource):
@@ -115,8 +124,8 @@ class QuantizedLinearStore(ModelSource):
         """Quantize rows of a matrix by the method of the format, or as the source does without statistics."""
         quantizer, (linear, first) = QUANTIZERS[weight_format.method or Method.RTN], self._places[rows.name]
         if target is not None:
-            weights, inputs = target
-            return quantizer(weights[first + rows.start : first + rows.stop], weight_format, inputs)
+            own = target.weights[first + rows.start : first + rows.stop]
+            return gptq_rows(own, weight_format, target.inputs, target.outputs_of(rows))
         if self.statistics is None:
             return self._source.quantized(rows, weight_format)
         weights = self.read_rows(rows)

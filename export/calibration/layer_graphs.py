@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ..architectures.state_layers import RecurrentConfig
 from ..check.contract_session import ModelSession
@@ -70,6 +70,11 @@ class HalfLayer(NamedTuple):
     """Linears, by the name of the input that takes their matrix [N, K]."""
     captured: dict[str, str]
     """Name of the value [B, S, K] that a linear multiplies, an output or `HIDDEN`, by the linear's name."""
+    graph: GraphProto
+
+    def own(self, name: str, index: int) -> str:
+        """The name that a linear or tensor of the layer that the graph was built for has in layer `index`."""
+        return name.replace(f"layers.{self.layer}.", f"layers.{index}.", 1)
 
 
 class _FedWeights(Initializers):
@@ -142,8 +147,8 @@ class _FedNodes(Nodes):
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
-        names = frozenset(value.name for value in inputs)
-        return HalfLayer(self.index, concurrent_session(model), names, self.fed.vectors, self.matrices, self.inputs_of)
+        names, session = frozenset(value.name for value in inputs), concurrent_session(model)
+        return HalfLayer(self.index, session, names, self.fed.vectors, self.matrices, self.inputs_of, graph)
 
 
 class _FreeAttention(Attention):

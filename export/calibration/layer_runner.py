@@ -56,8 +56,8 @@ class LayerRunner:
         self._context = model.context
         self._halves: dict[Hashable, HalfLayer] = {}
         """Graphs of half layers by their kind; attention has several."""
-        self._norm = concurrent_session(_norm_model(config))
-        self._head = concurrent_session(_head_model(config))
+        self._norm = concurrent_session(norm_model(config))
+        self._head = concurrent_session(head_model(config))
         self._vectors: dict[Vector, Float32Array] = {}
 
     def matrix(self, linear: FusedLinear) -> Float32Array:
@@ -100,16 +100,31 @@ class LayerRunner:
             The states; with `capture`, the inputs of its linears by their names, float32 [B, S, K]; the inputs of
             single experts by `expert_of`.
         """
+        half, feeds = self.half_graph(index, mixes), self.feeds(index, mixes, hidden, batch, weights_of)
+        if not mixes and layer_layout(self.config, index).router is not None:
+            return self._experts(half, index, feeds, weights_of)
+        return *self._run(half, index, feeds, capture), {}
+
+    def half_graph(self, index: int, mixes: bool) -> HalfLayer:
+        """The graph of half of layer `index`, or of another layer's with the same graph."""
         layer = layer_layout(self.config, index)
         routed = layer.router is not None
         kind = mixes, (layer.states is None and self.config.attention[index]) if mixes else routed
         if kind not in self._halves:
             self._halves[kind] = half_layer(self.config, index, mixes, self._context)
-        half = self._halves[kind]
-        if routed and not mixes:
-            return self._experts(half, index, hidden, weights_of)
-        feeds = self._mixer_feeds(half, index, batch) if mixes else {}
-        return *self._run(half, index, hidden, weights_of, feeds, capture), {}
+        return self._halves[kind]
+
+    def feeds(
+        self, index: int, mixes: bool, hidden: Float32Array, batch: Batch, weights_of: WeightsOf
+    ) -> dict[str, npt.NDArray[Any]]:
+        """All inputs of `half_graph`."""
+        half, linears = self.half_graph(index, mixes), layer_layout(self.config, index).linears
+        own = {linear.name: linear for linear in linears}
+        weights = {name: weights_of(own[half.own(linear.name, index)]) for name, linear in half.matrices.items()}
+        for name, vector in half.vectors.items():
+            sources = tuple(half.own(source, index) for source in vector.sources)
+            weights[name] = self._vector(vector._replace(sources=sources))
+        return {HIDDEN: hidden, **weights, **(self._mixer_feeds(half, index, batch) if mixes else {})}
 
     def captured(self, index: int, hidden: Float32Array, batch: Batch, weights_of: WeightsOf) -> Captured:
         """Hidden states after layer `index`, and the inputs of its linears; see `half`."""
@@ -119,9 +134,11 @@ class LayerRunner:
 
     def head_inputs(self, states: Float32Array) -> Float32Array:
         """Inputs of the head, float32 [R, hidden], from hidden states [R, hidden] after the last layer."""
-        norm = final_norm(self.config)
-        weight = self._vector(Vector((norm.weight,), float(self.config.traits.norms_add_one)))
-        return self._norm.run(["normed"], {HIDDEN: states, "norm": weight})[0]
+        return self._norm.run(["normed"], {HIDDEN: states, "norm": self.final_norm_weight()})[0]
+
+    def final_norm_weight(self) -> Float32Array:
+        """The weights of the final norm, float32 [hidden]."""
+        return self._vector(Vector((final_norm(self.config).weight,), float(self.config.traits.norms_add_one)))
 
     def logits(self, states: Float32Array, weights_of: WeightsOf) -> Float32Array:
         """Logits, float32 [R, vocabulary], from hidden states [R, hidden] after the last layer."""
@@ -134,34 +151,19 @@ class LayerRunner:
         return max(1, _MAX_LOGITS // self.config.vocab_size)
 
     def _run(
-        self,
-        half: HalfLayer,
-        index: int,
-        hidden: Float32Array,
-        weights_of: WeightsOf,
-        feeds: Mapping[str, Any],
-        capture: bool,
+        self, half: HalfLayer, index: int, feeds: Mapping[str, Any], capture: bool
     ) -> tuple[Float32Array, dict[str, Float32Array]]:
-        linears = {linear.name: linear for linear in layer_layout(self.config, index).linears}
-
-        def own(name: str) -> str:
-            """The name that a linear or tensor of the layer that the graph was built for has in this layer."""
-            return name.replace(f"layers.{half.layer}.", f"layers.{index}.", 1)
-
-        weights = {name: weights_of(linears[own(linear.name)]) for name, linear in half.matrices.items()}
-        for name, vector in half.vectors.items():
-            weights[name] = self._vector(vector._replace(sources=tuple(map(own, vector.sources))))
-        wanted = {own(linear): value for linear, value in half.captured.items()} if capture else {}
+        wanted = {half.own(linear, index): value for linear, value in half.captured.items()} if capture else {}
         outputs = [name for name in dict.fromkeys(wanted.values()) if name != HIDDEN]
-        after, *values = half.session.run([SUM, *outputs], {HIDDEN: hidden, **weights, **feeds})
-        found = {HIDDEN: hidden, **dict(zip(outputs, values, strict=True))}
+        after, *values = half.session.run([SUM, *outputs], feeds)
+        found = {HIDDEN: feeds[HIDDEN], **dict(zip(outputs, values, strict=True))}
         return after, {linear: found[value] for linear, value in wanted.items()}
 
-    def _experts(self, half: HalfLayer, index: int, hidden: Float32Array, weights_of: WeightsOf) -> Captured:
+    def _experts(self, half: HalfLayer, index: int, feeds: Mapping[str, Any], weights_of: WeightsOf) -> Captured:
         """Hidden states after experts, and the inputs of router, shared expert and selected experts."""
         config, layer = self.config, layer_layout(self.config, index)
         assert config.experts is not None and layer.router is not None  # noqa: S101, PT018 -- half() has checked it
-        outputs, inputs = self._run(half, index, hidden, weights_of, {}, capture=True)
+        hidden, (outputs, inputs) = feeds[HIDDEN], self._run(half, index, feeds, capture=True)
         scores, shared = np.split(outputs.reshape(-1, outputs.shape[-1]), [config.experts.count], axis=-1)
         gate_up, down = ((linear, weights_of(linear), self._biases(linear)) for linear in (layer.gate_up, layer.down))
         normed = inputs[layer.router.name].reshape(-1, config.hidden_size)
@@ -219,7 +221,7 @@ class LayerRunner:
         return self._vectors[vector]
 
 
-def _norm_model(config: DecoderConfig) -> ModelProto:
+def norm_model(config: DecoderConfig) -> ModelProto:
     """The final norm, and the scale of the logits, applied to the head's inputs as in `graph.embedding_head`."""
     factor = config.logits_scale / (config.logits_softcap or 1.0)
     return parsed_model(f"""norm (float[r, h] {HIDDEN}, float[h] norm) => (float[r, h] normed)
@@ -231,7 +233,7 @@ def _norm_model(config: DecoderConfig) -> ModelProto:
     }}""")
 
 
-def _head_model(config: DecoderConfig) -> ModelProto:
+def head_model(config: DecoderConfig) -> ModelProto:
     """Product and soft cap of the logits, as in `graph.embedding_head`."""
     cap = config.logits_softcap
     bounded = "" if cap is None else "bounded = Tanh(product) logits = Mul(bounded, cap)"

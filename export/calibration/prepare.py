@@ -22,20 +22,23 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.source import ModelSource
 from ..quantization.codes import StatisticsOf
 from ..quantization.methods import FP32, with_methods
+from ..quantization.option_values import MethodChoice
 from ..recipe import ExportRecipe
 from ..report.text_tasks import read_task_text
 from .awq import apply_awq
 from .calibration_text import CalibrationText, calibration_text
 from .collect_statistics import StatisticsStore, collect_statistics, rare_experts
 from .divergence import PlanEvaluator
+from .output_moments import require_torch
 from .sequential import STAGE, quantize_sequentially
 
 _STATISTICS: Final = "statistics"
+_OUTPUTS: Final = "outputs"
 _LINEARS: Final = "linears"
-"""Folders of the inputs' statistics and of quantized linears in the work folder."""
+"""Folders of statistics of inputs and outputs and of quantized linears in the work folder."""
 AWQ_FORMAT: Final = WeightFormat(4, 64)
 """Format by which AWQ scales are chosen where linears have different formats: one in the middle."""
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 """Raised when what a work folder holds changes, so that results of another version are not mixed with new ones."""
 
 
@@ -71,11 +74,14 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
 
     Raises:
         CheckpointError: A tensor cannot be read.
-        InputError: There is too little text, no plan is within the budget, or the plan file does not fit the model.
+        InputError: There is too little text, no plan is within the budget, the plan file does not fit the model, or
+            gradients were asked for and are not available.
         ExportError: A trial export failed.
         OSError: The disk refused a write.
     """
-    config, budget = checkpoint.config, recipe.parsed_budget
+    config, budget, gradients = checkpoint.config, recipe.parsed_budget, recipe.method == MethodChoice.YAQA
+    if gradients:
+        require_torch()
     task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
@@ -93,7 +99,12 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     if any(each.method is Method.GPTQ for each in plan.values()):
         key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
         store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
-        quantize_sequentially(model, text, plan, store, progress)
+        outputs = None
+        if gradients:
+            from .gradients import collect_gradients  # noqa: PLC0415 -- PyTorch is an extra, imported when used
+
+            outputs = collect_gradients(model, text, folder / _OUTPUTS, recipe.seed, progress)
+        quantize_sequentially(model, text, plan, store, progress, outputs)
     else:
         # One after the other, before the threads that write the bundle need them.
         linears = list(planned_linears(config))
@@ -149,4 +160,4 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         file = (text.name, about.st_size, about.st_mtime_ns)
     tokens = recipe.calibration_tokens
     formats = (recipe.zero_points, recipe.half_scales) if recipe.mixed else None
-    return repr((_FORMAT, file, tokens, recipe.seed, recipe.rounding, recipe.awq, recipe.calibrated, formats, context))
+    return repr((_FORMAT, file, tokens, recipe.seed, recipe.method, recipe.calibrated, formats, context))

@@ -30,6 +30,7 @@ from ..checkpoint.source import Float32Array, in_order
 from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
 from .layer_runner import LayerRunner
+from .output_moments import OutputMoments
 from .text_batches import pack_texts
 
 STAGE: Final = "quantizing"
@@ -40,7 +41,12 @@ _TARGET_SHARE: Final = 0.5
 
 
 def quantize_sequentially(
-    model: SourceModel, text: CalibrationText, plan: QuantPlan, store: QuantizedLinearStore, progress: Progress
+    model: SourceModel,
+    text: CalibrationText,
+    plan: QuantPlan,
+    store: QuantizedLinearStore,
+    progress: Progress,
+    outputs: OutputMoments | None = None,
 ) -> None:
     """Quantize all linears of a plan in the order of the graph; linears of GPTQ are quantized to target weights.
 
@@ -50,12 +56,14 @@ def quantize_sequentially(
         plan: Format of each linear, by its name.
         store: Receives the linears. It is for this plan alone; linears that an interrupted run has quantized are kept.
         progress: Receives the stage "quantizing".
+        outputs: Second moments of the gradients at the linears' outputs, by which rows compensate for each other too;
+            None for columns alone.
 
     Raises:
         CheckpointError: A tensor cannot be read.
         OSError: The disk refused a write.
     """
-    quantizer, layers = _SequentialQuantizer(LayerRunner(model), text, store, plan), model.config.layers
+    quantizer, layers = _SequentialQuantizer(LayerRunner(model), text, store, plan, outputs), model.config.layers
     for index in range(layers):
         progress(STAGE, index / (layers + 1))
         quantizer.quantize_half(index, mixes=True)
@@ -68,10 +76,15 @@ class _SequentialQuantizer:
     """Runs the text through the float and the quantized model side by side, up to the linear to quantize next."""
 
     def __init__(
-        self, runner: LayerRunner, text: CalibrationText, store: QuantizedLinearStore, plan: QuantPlan
+        self,
+        runner: LayerRunner,
+        text: CalibrationText,
+        store: QuantizedLinearStore,
+        plan: QuantPlan,
+        outputs: OutputMoments | None,
     ) -> None:
         """Quantize the embedding, and compute the hidden states after it."""
-        self._runner, self._store, self._plan = runner, store, plan
+        self._runner, self._store, self._plan, self._outputs = runner, store, plan, outputs
         self._batches = pack_texts(text.calibration)
         quantized = self._made(embedding_layout(runner.config))
         self._exact = [runner.embed(batch) for batch in self._batches]
@@ -101,7 +114,7 @@ class _SequentialQuantizer:
                     [found[linear.name][batch.filled] for _, found in pair]
                     for *pair, batch in zip(exact, run(self._changed, current), self._batches, strict=True)
                 )
-                target = _target(matrices[linear.name], inputs)
+                target = self._target(matrices[linear.name], inputs)
             current[linear.name] = self._made(linear, target)
         self._exact = [states for states, _ in exact]
         self._changed = [states for states, _ in run(self._changed, current)]
@@ -114,12 +127,15 @@ class _SequentialQuantizer:
                 [self._runner.head_inputs(states[batch.filled]) for states in pair]
                 for *pair, batch in zip(self._exact, self._changed, self._batches, strict=True)
             )
-            target = _target(self._runner.matrix(linear), inputs)
+            target = self._target(self._runner.matrix(linear), inputs)
         self._store.make(linear, self._plan[linear.name], target)
 
     def _has_target(self, linear: FusedLinear) -> bool:
         # Quantized experts get other tokens too. Each is quantized by the statistics of its tokens in the float model.
         return self._plan[linear.name].method is Method.GPTQ and not linear.experts
+
+    def _target(self, weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> Target:
+        return Target(*_target(weights, inputs), self._outputs.of if self._outputs is not None else lambda _: None)
 
     def _made(self, linear: FusedLinear, target: Target | None = None) -> Float32Array:
         """Quantize a linear; returns its dequantized matrix."""
@@ -127,7 +143,7 @@ class _SequentialQuantizer:
         return self._store.weights(linear, self._plan[linear.name])
 
 
-def _target(weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> Target:
+def _target(weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> tuple[Float32Array, InputStatistics]:
     """A linear's target weights from its inputs in both models, a pair [tokens, K] for each batch."""
     columns = weights.shape[1]
     moments, mixed = (np.zeros((columns, columns), np.float32) for _ in range(2))

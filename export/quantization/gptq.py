@@ -12,12 +12,20 @@ The importance of a column is D, the cost of an error there after compensation b
 
 The factorization is computed once per linear, for all rows and formats. All computations use float64, so that codes do
 not depend on which rows are processed together.
+
+The error of the outputs is not what counts, but the KL divergence that it causes. To second order that is
+trace(G E H ET), where G are the second moments of the gradients at the outputs with respect to the logarithm of the
+probability of tokens that the model itself samples: the Fisher information of the weights is about the Kronecker
+product of G and H (Martens and Grosse, 2015). With G = V C VT like H above, it is the sum over rows i and columns j of
+C[i] D[j] times the square of (VT E U)[i, j], so rows compensate for the errors of rows before them too (Tseng et al.,
+2025, YAQA, arXiv:2505.22988).
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,6 +42,8 @@ _DAMPING: Final = 0.01
 """Added to the diagonal, as a fraction of its mean, for directions that the calibration text lacks."""
 _COLUMN_GROUP: Final = 32
 """Columns that are processed one by one; the errors of earlier groups are added in one product."""
+_ROW_GROUP: Final = 64
+"""Rows that are processed one by one with gradients, likewise."""
 
 
 _Factorization = tuple[npt.NDArray[np.intp], Float64Array, Float32Array]
@@ -43,22 +53,58 @@ _lock: Final = threading.Lock()
 
 
 def gptq_rows(
-    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
+    weights: Float32Array,
+    weight_format: WeightFormat,
+    inputs: InputStatistics | None = None,
+    outputs: Float32Array | None = None,
 ) -> QuantizedRows:
     """Quantize rows by GPTQ, or by k-quant where second moments are unknown; see `methods.Quantizer`.
 
+    `outputs` are the second moments of the gradients at the outputs of these rows, float32 [N, N], finite; None to
+    minimize the error of the outputs.
+
     Raises:
-        InputError: the second moments do not have the shape [K, K] or are not finite.
+        InputError: the second moments of the inputs do not have the shape [K, K] or are not finite.
     """
     if inputs is None or inputs.second_moment is None or not inputs.mean_square.any():
         return k_quant_rows(weights, weight_format, inputs)
     with _lock:
-        factorization = _factorizations.get(inputs) or _factorize(inputs, weights.shape[1])
+        factorization = _factorizations.get(inputs) or _factorize(second_moments(inputs, weights.shape[1]))
         _factorizations[inputs] = factorization
     order, upper, importance = factorization
+    row_order, row_upper = np.arange(len(weights)), None
+    if outputs is not None and outputs.any():
+        row_order, row_upper, _ = _factorize(outputs)
+        weights = weights[row_order]
     k_quant = k_quant_rows(weights, weight_format, InputStatistics(importance, inputs.mean_magnitude))
-    codes = _codes(weights, weight_format, k_quant, order, upper)
-    return k_quant._replace(packed=pack_codes(codes, weight_format.bits))
+    codes = _codes(weights, weight_format, k_quant, order, upper, row_upper)
+    rounded, back = k_quant._replace(packed=pack_codes(codes, weight_format.bits)), np.argsort(row_order)
+    parts: list[Any] = [None if each is None else each[back] for each in rounded]
+    return QuantizedRows(*parts)
+
+
+class _Grid(NamedTuple):
+    """What codes of some weights stand for; arrays are float64 [columns, rows]."""
+
+    scales: Float64Array
+    inverse: Float64Array
+    zeros: Float64Array
+    last: int
+    """The largest code."""
+
+    def mapped(self, change: Callable[[Float64Array], Float64Array]) -> _Grid:
+        """The same for other places, or in another shape."""
+        return _Grid(change(self.scales), change(self.inverse), change(self.zeros), self.last)
+
+    def rounded(self, targets: Float64Array, place: Any) -> tuple[Float64Array, Float64Array]:
+        """The codes that are nearest to targets at a place, and the weights that they stand for."""
+        codes = targets * self.inverse[place]
+        codes += self.zeros[place]
+        np.rint(codes, out=codes)
+        np.clip(codes, 0, self.last, out=codes)
+        weights = codes - self.zeros[place]
+        weights *= self.scales[place]
+        return codes, weights
 
 
 def _codes(
@@ -67,6 +113,7 @@ def _codes(
     k_quant: QuantizedRows,
     order: npt.NDArray[np.intp],
     upper: Float64Array,
+    row_upper: Float64Array | None,
 ) -> npt.NDArray[np.uint8]:
     """Compute codes, uint8 [N, blocks, block], for the scales and zero points of `k_quant`."""
     rows, columns = weights.shape
@@ -75,31 +122,92 @@ def _codes(
     exact = np.ascontiguousarray(weights.T[order], np.float64)
     scales = k_quant.scales.T.astype(np.float64)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    zeros = np.full((blocks, 1), float(1 << (weight_format.bits - 1)))
+    zeros = np.full((blocks, rows), float(1 << (weight_format.bits - 1)))
     if k_quant.zero_points is not None:
         zeros = unpack_zero_points(k_quant.zero_points, blocks, weight_format.bits).T.astype(np.float64)
     errors = np.empty_like(exact)
     codes = np.empty((blocks * weight_format.block, rows), np.uint8)
     codes.reshape(blocks, weight_format.block, rows)[:] = zeros[:, None].astype(np.uint8)  # padding of the last block
     for start in range(0, columns, _COLUMN_GROUP):
-        stop = min(start + _COLUMN_GROUP, columns)
-        targets = exact[start:stop] + upper[:start, start:stop].T @ errors[:start]
-        for at in range(start, stop):
-            block = order[at] // weight_format.block
-            column = targets[at - start] * inverse[block]
-            column += zeros[block]
-            np.rint(column, out=column)
-            np.clip(column, 0, last, out=column)
-            codes[order[at]] = column
-            column -= zeros[block]
-            column *= scales[block]
-            np.subtract(exact[at], column, out=errors[at])
-            targets[at - start + 1 :] += upper[at, at + 1 : stop, None] * errors[at]
+        group = slice(start, min(start + _COLUMN_GROUP, columns))
+        carried = upper[:start, group].T @ errors[:start]
+        of_block = order[group] // weight_format.block
+        grid = _Grid(scales[of_block], inverse[of_block], zeros[of_block], last)
+        if row_upper is None:
+            codes[order[group]], errors[group] = _by_columns(exact[group], carried, upper[group, group], grid)
+        else:
+            found = _by_tiles(exact[group], carried, upper[group, group], row_upper, grid)
+            codes[order[group]], errors[group] = found
     return np.ascontiguousarray(codes.T).reshape(rows, blocks, weight_format.block)
 
 
-def _factorize(inputs: InputStatistics, columns: int) -> _Factorization:
-    moments = second_moments(inputs, columns)
+def _by_columns(
+    exact: Float64Array, carried: Float64Array, upper: Float64Array, grid: _Grid
+) -> tuple[Float64Array, Float64Array]:
+    """Codes and errors of a group of columns, each float64 [columns, N].
+
+    Args:
+        exact: The weights.
+        carried: For each weight (E U)[j] without its own term and those of the group.
+        upper: U of the group.
+        grid: Codes of the group.
+    """
+    targets, codes, errors = exact + carried, np.empty_like(exact), np.empty_like(exact)
+    for at in range(len(exact)):
+        codes[at], weights = grid.rounded(targets[at], at)
+        np.subtract(exact[at], weights, out=errors[at])
+        targets[at + 1 :] += upper[at, at + 1 :, None] * errors[at]
+    return codes, errors
+
+
+def _by_tiles(
+    exact: Float64Array, carried: Float64Array, upper: Float64Array, row_upper: Float64Array, grid: _Grid
+) -> tuple[Float64Array, Float64Array]:
+    """Codes and errors as in `_by_columns`, with rows that compensate too; `row_upper` is V."""
+    rows = exact.shape[1]
+    codes, errors, sums = (np.empty_like(exact) for _ in range(3))
+    for start in range(0, rows, _ROW_GROUP):
+        group = slice(start, min(start + _ROW_GROUP, rows))
+        from_rows = sums[:, :start] @ row_upper[:start, group]
+        own, of_rows = (exact[:, group], carried[:, group], from_rows), row_upper[group, group]
+        tile = _tile(own, upper, of_rows, grid.mapped(lambda each: np.ravel(each[:, group])))  # noqa: B023 -- at once
+        codes[:, group], errors[:, group], sums[:, group] = tile
+    return codes, errors
+
+
+def _tile(
+    group: tuple[Float64Array, Float64Array, Float64Array],
+    upper: Float64Array,
+    row_upper: Float64Array,
+    grid: _Grid,
+) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Codes, errors and E U of a group of columns and rows, each float64 [columns, rows].
+
+    A weight depends on those of earlier columns and rows, so the weights of a diagonal are rounded together.
+
+    Args:
+        group: The weights; (E U)[i, j] without terms of the group; (VT E U)[i, j] without rows of the group.
+        upper: U of the group.
+        row_upper: V of the group.
+        grid: Codes of the group, its arrays flat.
+    """
+    (columns, rows), (exact, carried, from_rows) = group[0].shape, map(np.ravel, group)
+    above, before = np.ascontiguousarray(np.triu(upper, 1).T), np.ascontiguousarray(np.triu(row_upper, 1).T)
+    codes, errors, sums = (np.zeros((columns, rows)) for _ in range(3))
+    for step in range(columns + rows - 1):
+        first, stop = max(0, step - rows + 1), min(columns, step + 1)
+        place = slice(step + first * (rows - 1), step + (stop - 1) * (rows - 1) + 1, max(1, rows - 1))
+        at_column, at_row = slice(first, stop), slice(step - first, step - stop if step >= stop else None, -1)
+        carry = carried[place] + np.einsum("nk,nk->n", errors.T[at_row], above[at_column])
+        target = exact[place] + carry + from_rows[place] + np.einsum("nk,nk->n", sums[at_column], before[at_row])
+        codes.reshape(-1)[place], weights = grid.rounded(target, place)
+        error = exact[place] - weights
+        errors.reshape(-1)[place], sums.reshape(-1)[place] = error, carry + error
+    return codes, errors, sums
+
+
+def _factorize(moments: Float32Array) -> _Factorization:
+    columns = len(moments)
     diagonal = np.diagonal(moments).astype(np.float64)
     order = np.argsort(-diagonal, kind="stable")
     damping = _DAMPING * diagonal.mean()

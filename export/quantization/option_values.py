@@ -50,6 +50,7 @@ class MethodChoice(StrEnum):
     RTN = "rtn"
     K_QUANT = "k-quant"
     GPTQ = "gptq"
+    YAQA = "yaqa"  # GPTQ with gradients
     AWQ = "awq"
     AWQ_K_QUANT = "awq+k-quant"
     AWQ_GPTQ = "awq+gptq"

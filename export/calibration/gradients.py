@@ -1,0 +1,253 @@
+"""Second moments of the gradients at the outputs of linears, by PyTorch (extra `train`).
+
+The Hessian of the KL divergence from a model is its Fisher information: the second moments of the gradients of a
+token's negative log-probability, where tokens are sampled from the model's own softmax (Martens, 2014). One token is
+sampled at every position of the calibration text. The gradients of different positions are uncorrelated then, so those
+of all positions are computed together.
+
+ONNX Runtime runs the float model forward, and the hidden states before each half layer go to disk. PyTorch goes back
+half a layer at a time, so that weights and activations of only one are in memory. It runs the graphs of `layer_graphs`,
+whose operators are few: families need no second description.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from onnx import GraphProto, helper, numpy_helper
+from torch import Tensor
+from torch.nn import functional
+
+from ...errors import InputError
+from ...models.array_file import read_array
+from ...models.progress import Progress
+from ..bundle_content import SourceModel
+from ..checkpoint.layout import head_layout, layer_layout
+from ..checkpoint.source import Float32Array, RowRange, in_order
+from .calibration_text import CalibrationText
+from .layer_graphs import HIDDEN, SUM
+from .layer_runner import LayerRunner, head_model, norm_model
+from .output_moments import OutputMoments
+from .text_batches import pack_texts
+
+STAGE: Final = "gradients"
+_DONE: Final = "done"
+"""Name of the file that marks all moments complete."""
+_FORWARD_SHARE: Final = 0.25
+"""Share of the forward pass in the time."""
+Attributes = Mapping[str, Any]
+
+
+def collect_gradients(
+    model: SourceModel, text: CalibrationText, folder: Path, seed: int, progress: Progress
+) -> OutputMoments:
+    """Collect the second moments of the gradients at the outputs of all layers' linears, unless a folder has them.
+
+    Args:
+        model: The float model.
+        text: The calibration text.
+        folder: Folder for the moments of this model, text and seed; it holds hidden states too meanwhile.
+        seed: Seed of the sampled tokens.
+        progress: Receives the stage "gradients".
+
+    Raises:
+        InputError: The model has experts or recurrent states.
+        CheckpointError: A tensor cannot be read.
+        OSError: The disk refused a write.
+    """
+    moments, done = OutputMoments(folder), folder / _DONE
+    if done.is_file():
+        return moments
+    folder.mkdir(parents=True, exist_ok=True)
+    collector = _Collector(model, text, moments)
+    halves = [(index, mixes) for index in range(model.config.layers) for mixes in (True, False)]
+    collector.require_operators(halves)
+    for number, half in enumerate(halves):
+        progress(STAGE, _FORWARD_SHARE * number / len(halves))
+        collector.run_forward(*half)
+    collector.sample_tokens(torch.Generator().manual_seed(seed))
+    for number, half in enumerate(reversed(halves)):
+        progress(STAGE, _FORWARD_SHARE + (1 - _FORWARD_SHARE) * number / len(halves))
+        collector.run_backward(*half)
+    done.touch()
+    progress(STAGE, 1.0)
+    return moments
+
+
+class _Collector:
+    """Runs the calibration text forward, and its gradients back through the half layers."""
+
+    def __init__(self, model: SourceModel, text: CalibrationText, moments: OutputMoments) -> None:
+        self._runner, self._config = LayerRunner(model), model.config
+        self._batches, self._moments = pack_texts(text.calibration), moments
+        self._hidden = [self._runner.embed(batch) for batch in self._batches]
+        self._upstream: list[Tensor] = []
+        """Gradients at the hidden states after the half layer that is next, by batch."""
+
+    def require_operators(self, halves: list[tuple[int, bool]]) -> None:
+        """Refuse a model with an operator that has no gradient here."""
+        graphs = [self._runner.half_graph(*half).graph for half in halves]
+        known = all(node.op_type in _OPERATORS for graph in graphs for node in graph.node)
+        if self._config.experts is not None or not known:
+            raise InputError(
+                "there are no gradients of models with experts or recurrent states",
+                "choose --method gptq",
+            )
+
+    def run_forward(self, index: int, mixes: bool) -> None:
+        """Run half a layer; the hidden states before it go to disk."""
+        matrices = self._matrices(index, mixes)
+
+        def run(number: int) -> Float32Array:
+            hidden, batch = self._hidden[number], self._batches[number]
+            np.save(self._states(index, mixes, number), hidden, allow_pickle=False)
+            return self._runner.half(index, mixes, hidden, batch, lambda each: matrices[each.name])[0]
+
+        self._hidden = list(in_order(run, range(len(self._batches))))
+
+    def sample_tokens(self, generator: torch.Generator) -> None:
+        """Sample a token at every position; computes the gradients at the hidden states after the last layer."""
+        head = torch.from_numpy(self._runner.matrix(head_layout(self._config)))
+        factors = torch.from_numpy(self._runner.final_norm_weight())
+        norm, product = norm_model(self._config).graph, head_model(self._config).graph
+        for hidden, batch in zip(self._hidden, self._batches, strict=True):
+            filled, found = torch.from_numpy(batch.filled), list[Tensor]()
+            for states in torch.split(torch.from_numpy(hidden)[filled], self._runner.logits_batch):
+                states.requires_grad_()
+                normed = run_graph(norm, {HIDDEN: states, "norm": factors})["normed"]
+                logits = run_graph(product, {"inputs": normed, "head": head})["logits"]
+                errors = torch.softmax(logits.detach(), dim=-1)
+                tokens = torch.multinomial(errors, 1, generator=generator)
+                errors.scatter_add_(1, tokens, torch.full(tokens.shape, -1.0))
+                found += torch.autograd.grad(logits, states, errors)
+            gradients = torch.zeros(hidden.shape)
+            gradients[filled] = torch.cat(found)
+            self._upstream.append(gradients)
+
+    def run_backward(self, index: int, mixes: bool) -> None:
+        """Collect the moments of half a layer, and compute the gradients before it."""
+        matrices, half = self._matrices(index, mixes), self._runner.half_graph(index, mixes)
+        linears = {each.name: each for each in layer_layout(self._config, index).linears}
+        sums: defaultdict[RowRange, list[Any]] = defaultdict(lambda: [0, 0])
+        for number, batch in enumerate(self._batches):
+            file = self._states(index, mixes, number)
+            feeds = self._runner.feeds(index, mixes, read_array(file), batch, lambda each: matrices[each.name])
+            file.unlink()
+            tensors = {name: torch.from_numpy(np.asarray(each)) for name, each in feeds.items()}
+            hidden = tensors[HIDDEN].requires_grad_()
+            values = run_graph(half.graph, tensors)
+            products = {half.own(name, index): values[f"{name}.product"] for name in half.captured}
+            found = torch.autograd.grad(values[SUM], [hidden, *products.values()], self._upstream[number])
+            self._upstream[number], filled = found[0], torch.from_numpy(batch.filled)
+            for linear, gradients in zip(products, found[1:], strict=True):
+                first = 0
+                for name in linears[linear].weights:
+                    for rows in self._runner.source.row_ranges(name):
+                        own = gradients[filled][:, first : first + rows.stop - rows.start]
+                        first += rows.stop - rows.start
+                        sums[rows][number % 2] += own.T @ own
+        for rows, halves in sums.items():
+            self._moments.save(rows, shrunk(*halves).numpy())
+
+    def _matrices(self, index: int, mixes: bool) -> dict[str, Float32Array]:
+        layer = layer_layout(self._config, index)
+        linears = layer.mixer_linears if mixes else layer.feed_forward_linears
+        return {linear.name: self._runner.matrix(linear) for linear in linears}
+
+    def _states(self, index: int, mixes: bool, number: int) -> Path:
+        """The file of a batch's hidden states before half a layer."""
+        return self._moments.folder / f"states-{index}-{mixes}-{number}.npy"
+
+
+def shrunk(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of the moments [N, N] of two halves of the text, with what is noise taken off the covariances.
+
+    Covariances of thousands of outputs need more text than there is. The correlation of both halves' tells how much of
+    them is signal (the reliability of the sum, Spearman, 1910), and they are multiplied by that.
+    """
+    variances = torch.diag(torch.diagonal(first + second))
+    one, other = (each - torch.diag(torch.diagonal(each)) for each in (first, second))
+    lengths = torch.linalg.norm(one) * torch.linalg.norm(other)
+    common = ((one * other).sum() / lengths).clamp(min=0) if lengths > 0 else 0.0
+    return variances + 2 * common / (1 + common) * (one + other)
+
+
+def run_graph(graph: GraphProto, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All values of a graph by their names; its operators are in `_OPERATORS`."""
+    values = {each.name: torch.from_numpy(numpy_helper.to_array(each).copy()) for each in graph.initializer}
+    values |= feeds
+    for node in graph.node:
+        attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        results = _OPERATORS[node.op_type]([values[name] if name else None for name in node.input], attributes)
+        values.update(zip(node.output, results if isinstance(results, tuple) else (results,), strict=False))
+    return values
+
+
+def _norm(inputs: Any, attributes: Attributes) -> Tensor:
+    value, factors = inputs
+    return functional.rms_norm(value, value.shape[-1:], factors, attributes["epsilon"])
+
+
+def _reshape(inputs: Any, _: Attributes) -> Tensor:
+    value, shape = inputs[0], inputs[1].tolist()
+    return value.reshape([value.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
+
+
+def _rotated(heads: Tensor, positions: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate the first channels of heads [B, H, S, D] by tables [positions, channels / 2]."""
+    half = cosines.shape[1]
+    cosine, sine = (table[positions][:, None] for table in (cosines, sines))
+    low, high, rest = torch.split(heads, [half, half, heads.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine, rest], dim=-1)
+
+
+def _rotary(inputs: Any, attributes: Attributes) -> Tensor:
+    value, *tables = inputs
+    heads = value.unflatten(-1, (attributes["num_heads"], -1)).transpose(1, 2)
+    return _rotated(heads, *tables).transpose(1, 2).flatten(2)
+
+
+def _attention(inputs: Any, attributes: Attributes) -> Tensor:
+    query, key, value = inputs[:3]
+    cosines, sines, positions, bias, sinks = [*inputs[7:], None][:5]
+    heads, shared = attributes["num_heads"], attributes["kv_num_heads"]
+    if key is None:
+        width = query.shape[-1] // (heads + 2 * shared)
+        query, key, value = query.split([heads * width, shared * width, shared * width], dim=-1)
+    query, key, value = (
+        each.unflatten(-1, (count, -1)).transpose(1, 2)
+        for each, count in ((query, heads), (key, shared), (value, shared))
+    )
+    if attributes["do_rotary"]:
+        query, key = (_rotated(each, positions, cosines, sines) for each in (query, key))
+    key, value = (each.repeat_interleave(heads // shared, dim=1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * attributes.get("scale", query.shape[-1] ** -0.5)
+    if cap := attributes.get("softcap", 0.0):
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores + bias
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    shares = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return (shares @ value).transpose(1, 2).flatten(2)
+
+
+_OPERATORS: Final[Mapping[str, Callable[[Any, Attributes], Any]]] = {
+    "Add": lambda inputs, _: inputs[0] + inputs[1],
+    "Mul": lambda inputs, _: inputs[0] * inputs[1],
+    "Gemm": lambda inputs, _: functional.linear(inputs[0], inputs[1]),
+    "Tanh": lambda inputs, _: torch.tanh(inputs[0]),
+    "Sigmoid": lambda inputs, _: torch.sigmoid(inputs[0]),
+    "QuickGelu": lambda inputs, attributes: inputs[0] * torch.sigmoid(attributes["alpha"] * inputs[0]),
+    "Gelu": lambda inputs, _: functional.gelu(inputs[0], approximate="tanh"),
+    "FusedMatMul": lambda inputs, _: functional.linear(inputs[0], inputs[1]),
+    "Split": lambda inputs, attributes: inputs[0].split(inputs[1].tolist(), dim=attributes["axis"]),
+    "Reshape": _reshape,
+    "SimplifiedLayerNormalization": _norm,
+    "RotaryEmbedding": _rotary,
+    "GroupQueryAttention": _attention,
+}
