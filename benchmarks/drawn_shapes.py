@@ -199,8 +199,16 @@ def batch(tokenizer: Any, source: Iterator[Layout], chance: random.Random, count
     }
 
 
-def train(folder: Path, minutes: float, size: int, rate: float) -> None:
-    """Train for some minutes of processor time in one thread; writes a checkpoint each minute."""
+def train(folder: Path, minutes: float, size: int, rate: float, start: Path | None) -> None:
+    """Train for some minutes of processor time in one thread; writes a checkpoint each minute.
+
+    Args:
+        folder: where it is written.
+        minutes: the time.
+        size: pictures in a step.
+        rate: learning rate.
+        start: a checkpoint to go on from, with other pictures.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -208,13 +216,16 @@ def train(folder: Path, minutes: float, size: int, rate: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(folder)
     model = tiny_model(tokenizer)
+    if start is not None:
+        model = type(model).from_pretrained(start)
+    seed = 1 if start is None else 10**6
     matrices = [each for name, each in model.named_parameters() if each.ndim == 2 and "embed" not in name]
     others = [each for each in model.parameters() if not any(each is matrix for matrix in matrices)]
     optimizers = [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.98)),
     ]
-    source, chance, saved, step, mean = layouts(1, held_out=False), random.Random(1), 0.0, 0, 0.0
+    source, chance, saved, step, mean = layouts(seed, held_out=False), random.Random(seed), 0.0, 0, 0.0
     while (spent := time.process_time() / 60) < minutes:
         share = min(1.0, (step + 1) / 50) * min(1.0, 2 * (1 - spent / minutes))
         for optimizer in optimizers:
@@ -270,12 +281,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=12, help="of processor time")
     parser.add_argument("--batch", type=int, default=64, help="pictures in a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from")
     parser.add_argument("--layout", type=int, default=0, help="number of the held-out picture")
     parser.add_argument("--questions", type=int, default=500, help="how many are asked at least")
     given = parser.parse_args()
     match given.command:
         case "train":
-            train(given.path, given.minutes, given.batch, given.rate)
+            train(given.path, given.minutes, given.batch, given.rate, given.start)
         case "draw":
             image, asked = picture(given.layout)
             given.path.write_bytes(image)
