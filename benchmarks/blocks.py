@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -44,10 +44,18 @@ def is_right(task: str, prompt: list[int], answer: list[int]) -> bool:
     return answer == expected[task] if task in expected else sorted(answer) == sorted(items)
 
 
-def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
-    """Share of right answers by task, and tokens per pass."""
+class Found(NamedTuple):
+    """What a rule came to in a task."""
+
+    right: float
+    """Share of right answers."""
+    tokens_per_pass: float
+
+
+def measure(model: Path, rule: str | None, requests: int) -> dict[str, Found]:
+    """What a rule comes to in every task."""
     random = np.random.default_rng(2)
-    right, tokens, passes = dict.fromkeys(TASKS, 0), 0, 0
+    right, passes = dict.fromkeys(TASKS, 0), dict.fromkeys(TASKS, 0)
     with edgerun.load(model, threads=1, cache=False) as engine:
         for number in range(requests * len(TASKS)):
             task = TASKS[number % len(TASKS)]
@@ -64,12 +72,11 @@ def measure(model: Path, rule: str | None, requests: int) -> dict[str, float]:
             )
             answer = [VOCABULARY.index(word) for word in reply.text.split()]
             right[task] += is_right(task, prompt, answer)
-            tokens += LENGTH
-            passes += reply.stats.decode_passes + (rule is None)  # the prompt's pass gives the first token
-    return {**{task: count / requests for task, count in right.items()}, "tokens per pass": tokens / passes}
+            passes[task] += reply.stats.decode_passes + (rule is None)  # the prompt's pass gives the first token
+    return {task: Found(right[task] / requests, LENGTH * requests / passes[task]) for task in TASKS}
 
 
-def plot(results: dict[str, dict[str, float]], file: Path) -> None:
+def plot(results: dict[str, dict[str, Found]], file: Path) -> None:
     """Draw the right answers of each task over the tokens per pass; rules of one name are joined."""
     from matplotlib import pyplot  # noqa: PLC0415 -- only here
 
@@ -77,7 +84,7 @@ def plot(results: dict[str, dict[str, float]], file: Path) -> None:
     for axis, task in zip(axes, TASKS, strict=True):
         for name in dict.fromkeys(rule.partition(":")[0] for rule in results):
             points = sorted(
-                (found["tokens per pass"], found[task])
+                (found[task].tokens_per_pass, found[task].right)
                 for rule, found in results.items()
                 if rule.partition(":")[0] == name
             )
@@ -108,9 +115,9 @@ def main() -> None:
             name = (rule or "token by token").replace("{folder}/network.safetensors,", "")
             given = None if rule is None else rule.replace("{folder}", str(options.work / kind))
             results[name] = measure(bundle, given, options.requests)
-    table = Table(*("rule", *TASKS, "tokens per pass"))
+    table = Table("rule", *TASKS, title="right answers, and tokens per pass")
     for rule, found in results.items():
-        table.add_row(rule, *(f"{found[each]:.2f}" for each in (*TASKS, "tokens per pass")))
+        table.add_row(rule, *(f"{found[each].right:.2f} {found[each].tokens_per_pass:.2f}" for each in TASKS))
     Console().print(table)
     if options.plot is not None:
         plot(results, options.plot)
