@@ -43,13 +43,13 @@ from artifacts import made_once
 from edgerun.export import (
     FP32,
     ExportRecipe,
-    Method,
     WeightFormat,
     export_checkpoint,
 )
 from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.allocation.plan_costs import Budget, Measure
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.quantization.option_values import MethodChoice
 from peer_models import LlamaTools
 from processes import Worker
 from quantization import Tokens, divergence, new_positions, read_texts
@@ -75,6 +75,9 @@ class MeasuredModel:
     bytes: int
     kl: float
     top1: float
+    p99: float = 0.0
+    text_kl: Sequence[float] = ()
+    """Sum of KL over the positions of each text."""
     decode_ms: float = 0.0
 
     @property
@@ -94,7 +97,9 @@ class QualityComparison:
         self._exact = self._export("fp32", ExportRecipe(FP32, context=_LONGEST))
         config = read_config(options.checkpoint)
         self._weights = sum(linear.weight_count for linear in planned_linears(config))
-        self._conversations = self._work / "calibration.jsonl"
+        with edgerun.load(self._exact, draft=None) as engine:
+            kind = "txt" if engine.template is None else "jsonl"
+        self._conversations = self._work / f"calibration.{kind}"
         made_once(self._conversations, self._write_conversations)
         self._texts = self._read_texts()
         self._exact_logits = self._logits("edge-run", self._exact)
@@ -102,7 +107,9 @@ class QualityComparison:
     def models(self) -> list[MeasuredModel]:
         """All models with their bytes and losses, not timed."""
         theirs = [*self._llama_models()]
-        budgets = sorted({each.bytes for each in theirs if each.label != "llama.cpp F32"})
+        budgets = (
+            sorted({each.bytes for each in theirs if each.label != "llama.cpp F32"}) if self._options.searches else []
+        )
         plans = self._options.plans
         ours = [self._planned(each) for each in plans] if plans else [self._mixed(limit) for limit in budgets]
         ours += [self._ours(name, recipe) for name, recipe in self._uniform_recipes().items()]
@@ -146,11 +153,12 @@ class QualityComparison:
             for half_scales in (False, True):
                 body = WeightFormat(4, block, half_scales=half_scales)
                 found[f"edge-run {body}"] = ExportRecipe(body, context=_LONGEST)
-        for block, zero_points in ((64, True), (128, False)):
+        for block, zero_points in ((32, False), (64, True), (64, False), (128, False)):
             body = WeightFormat(4, block, zero_points=zero_points, half_scales=True)
-            found[f"edge-run {body}, int8 head, GPTQ"] = replace(
-                self._calibrated("uniform"), weights=body, head=replace(body, bits=8), method=Method.GPTQ
-            )
+            for method in self._options.methods:
+                found[f"edge-run {body}, int8 head, {method.value}"] = replace(
+                    self._calibrated(method.value), weights=body, head=replace(body, bits=8), method=method
+                )
         return found
 
     def _mixed(self, limit: int) -> MeasuredModel:
@@ -198,13 +206,20 @@ class QualityComparison:
         count = 0
         with edgerun.load(self._exact, draft=None) as engine, file.open("w", encoding="utf-8") as out:
             for messages in rows:
-                count += len(engine.encode_chat(messages))
+                text = "\n".join(turn["content"] for turn in messages)
+                chat = engine.template is not None
+                count += len(
+                    engine.encode_chat(messages) if chat else engine.tokenizer.encode(text, add_special_tokens=True)
+                )
                 if count > self._options.calibration_tokens:
                     break
-                out.write(json.dumps({"messages": messages}) + "\n")
+                out.write(json.dumps({"messages": messages}) + "\n" if chat else text + "\n\n")
 
     def _write_plain_text(self, file: Path) -> None:
         """Write the same conversations in the chat template, for llama-imatrix."""
+        if self._conversations.suffix == ".txt":
+            file.write_text(self._conversations.read_text(encoding="utf-8"), encoding="utf-8")
+            return
         tokenizer = Tokenizer.from_file(str(self._exact / "tokenizer.json"))
         with edgerun.load(self._exact, draft=None) as engine:
             texts = [
@@ -228,6 +243,8 @@ class QualityComparison:
             kept = np.concatenate(new_positions(self._texts))
             kl, agrees = divergence(self._exact_logits[kept], self._logits(engine, path)[kept])
             figures = {"kl": float(kl.mean()), "top1": float(agrees.mean()), "bytes": self._bytes(engine, path)}
+            texts = np.split(kl, np.cumsum([mask.sum() for mask in new_positions(self._texts)])[:-1])
+            figures |= {"p99": float(np.quantile(kl, 0.99)), "text_kl": [float(each.sum()) for each in texts]}
             file.write_text(json.dumps(figures), encoding="utf-8")
 
         name = f"{engine}-{path.name}.json"
@@ -305,7 +322,7 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
     """Print both tables."""
     table = Table(title="loss against float32 over held-out text, size of all tensors, and time of a token")
     table.add_column("")
-    for name in ("MB", "bits per weight", "mean KL", "top-1", "ms a token"):
+    for name in ("MB", "bits per weight", "mean KL", "p99", "top-1", "ms a token"):
         table.add_column(name, justify="right")
     for each in sorted(models, key=lambda model: model.bytes):
         table.add_row(
@@ -313,6 +330,7 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
             f"{each.bytes / 1e6:.3f}",
             f"{8 * each.bytes / weights:.2f}",
             f"{each.kl:.5f}",
+            f"{each.p99:.4f}",
             f"{each.top1:.4f}",
             f"{each.decode_ms:.3f}",
         )
@@ -332,7 +350,7 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
                 f"{ours.kl:.5f}",
                 f"{ours.bytes / 1e6:.3f}",
                 f"{ours.decode_ms:.3f}",
-                f"{ours.kl / each.kl:.2f}",
+                _ratio(ours, each),
             )
         )
         answer.add_row(
@@ -343,6 +361,14 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
             *cells,
         )
     console.print(answer)
+
+
+def _ratio(ours: MeasuredModel, theirs: MeasuredModel) -> str:
+    """The ratio of both KL, with the 95 % interval of a bootstrap over the texts."""
+    pairs = np.array([ours.text_kl, theirs.text_kl])
+    drawn = pairs[:, np.random.default_rng(0).integers(0, pairs.shape[1], (2000, pairs.shape[1]))].sum(axis=2)
+    low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
+    return f"{ours.kl / theirs.kl:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def as_json(model: MeasuredModel) -> Mapping[str, Any]:
@@ -362,6 +388,10 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--search-minutes", type=float, default=3.0, help="time limit of each search for a plan")
+    parser.add_argument("--searches", action=argparse.BooleanOptionalAction, default=True, help="mixed plans too")
+    parser.add_argument(
+        "--methods", nargs="+", type=MethodChoice, default=(MethodChoice.GPTQ,), help="of the plans of one format"
+    )
     parser.add_argument("--plans", nargs="+", type=Path, metavar="FILE", help="plan files instead of searches")
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
