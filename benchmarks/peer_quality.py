@@ -242,7 +242,11 @@ class QualityComparison:
         def make(file: Path) -> None:
             kept = np.concatenate(new_positions(self._texts))
             kl, agrees = divergence(self._exact_logits[kept], self._logits(engine, path)[kept])
-            figures = {"kl": float(kl.mean()), "top1": float(agrees.mean()), "bytes": self._bytes(engine, path)}
+            figures: dict[str, Any] = {
+                "kl": float(kl.mean()),
+                "top1": float(agrees.mean()),
+                "bytes": self._bytes(engine, path),
+            }
             texts = np.split(kl, np.cumsum([mask.sum() for mask in new_positions(self._texts)])[:-1])
             figures |= {"p99": float(np.quantile(kl, 0.99)), "text_kl": [float(each.sum()) for each in texts]}
             file.write_text(json.dumps(figures), encoding="utf-8")

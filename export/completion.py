@@ -26,6 +26,7 @@ from .allocation.allocate import SENSITIVITY_WORK, measured_tokens
 from .allocation.choices import STAGE as SENSITIVITY_STAGE
 from .allocation.choices import Sensitivity
 from .allocation.format_candidates import planned_linears, write_plan
+from .allocation.linear_times import LinearTimes
 from .allocation.plan_costs import weight_count
 from .bundle_content import BundleContent, change_manifest
 from .bundle_writer import write_bundle
@@ -96,8 +97,6 @@ def complete_bundle(
     progress(_STAGE, 1.0)
     figures, draft_note = (None, "") if draft is None else make_draft(folder, content, text, draft, recipe, progress)
     sensitivities = _sensitivities(config, model, progress)
-    tasks = _tasks(folder, recipe, content, model, progress)
-    predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
     report = ModelReport(
         model=content.source.folder.resolve().name,
         command=content.command,
@@ -109,8 +108,8 @@ def complete_bundle(
         calibration=calibration,
         quality=quality,
         shipped=shipped,
-        tasks=tasks,
-        speed=Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()}),
+        tasks=_tasks(folder, recipe, content, model, progress),
+        speed=_speed(times, plan, measured),
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
         drafts=[] if figures is None else [figures],
         budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
@@ -123,6 +122,12 @@ def complete_bundle(
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())
     write_report(folder, report)
     return report
+
+
+def _speed(times: LinearTimes | None, plan: QuantPlan, measured: Mapping[int, float]) -> Speed:
+    """Predicted and measured milliseconds by width; `measured` are seconds."""
+    predicted = {} if times is None else {width: times.milliseconds(plan, width) for width in _WIDTHS}
+    return Speed(predicted, {width: 1e3 * seconds for width, seconds in measured.items()})
 
 
 def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[Divergence, Divergence]:

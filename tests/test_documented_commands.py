@@ -65,6 +65,7 @@ NOT_RUN: Final = {
     "edge-run app --window": "opens a window",
     "edge-run my-model --tools servers.json": "needs servers; tests/edge/terminal/test_chat_tools.py has some",
     "edge-run my-model --device gpu": "needs a GPU; tests of devices have one in software",
+    "edge-run export CHECKPOINT OUT --method yaqa": "needs PyTorch; tests/export/calibration/test_gradients.py has it",
     "edge-run train-draft TARGET OUT": "needs PyTorch; tests/edge/cli/test_train_draft_command.py trains",
     "edge-run export CHECKPOINT MODEL --draft OUT": "needs what training writes; tests/export/drafts has such drafts",
     "edge-run export CHECKPOINT OUT --draft-layers": "needs more than two layers; tests/export/drafts has such models",

@@ -193,7 +193,8 @@ def test_contexts_are_those_of_the_checkpoint_up_to_a_limit(tmp_path) -> None:
 
 def test_every_architecture_file_has_a_tiny_model() -> None:
     # The others are language models of these families nested in a multimodal checkpoint, and models of blocks.
-    nested = ("gemma3", "gemma4", "idefics3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm")
+    nested = ("gemma3", "gemma4", "idefics3", "lfm2_vl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
+    nested += ("qwen3_vl", "smolvlm")
     assert supported_families() == sorted([*FAMILIES, *nested, *BLOCK_FAMILIES])
 
 

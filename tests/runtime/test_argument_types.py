@@ -89,7 +89,7 @@ def test_options_refuse_wrong_types(engine: Engine, options: dict[str, Any], mes
         (lambda engine: engine.generate("the", {"seed": 1}), "options is {'seed': 1}; it must be a GenerateOptions"),
         (lambda engine: engine.session(system=1), "system is 1; it must be text"),
         (lambda engine: engine.session(resume=1), "resume is 1; it must be text or a path"),
-        (lambda engine: engine.session().send(None), "text is None; it must be text"),
+        (lambda engine: engine.session().send(None), "text is None; it must be text or a list, each item a mapping"),
         (lambda engine: engine.session().save(1), "path is 1; it must be text or a Path"),
         (lambda engine: engine.encode_chat("the"), "messages is 'the'; it must be a list, each item a mapping"),
         (lambda engine: engine.encode_chat(["the"]), "messages is ['the']; it must be a list, each item a mapping"),

@@ -161,6 +161,7 @@ def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
         "rtn": (Method.RTN, False),
         "k-quant": (Method.K_QUANT, False),
         "gptq": (Method.GPTQ, False),
+        "yaqa": (Method.GPTQ, False),
         "awq": (Method.RTN, True),
         "awq+k-quant": (Method.K_QUANT, True),
         "awq+gptq": (Method.GPTQ, True),

@@ -140,7 +140,7 @@ DAMAGED = [
     (write("config.json", "{}"), r"config\.json has no model_type"),
     (
         edit_config(model_type="mixtral"),
-        r"model_type 'mixtral' is not a supported architecture; supported are Fast_dLLM_Qwen, gemma2, .*, smolvlm; "
+        r"model_type 'mixtral' is not a supported architecture; supported are Dream, .*, gemma2, .*, smolvlm; "
         r'Optimum exports more: pip install "edge-run\[optimum\]"$',
     ),
     (edit_config(model_type="../llama"), r"'\.\./llama' is not a supported architecture"),
