@@ -22,7 +22,7 @@ PRESETS: Final[Mapping[PresetChoice, Mapping[str, Any]]] = {
     PresetChoice.FAST: {"weights": "int4", "block": 128, "half_scales": True, "method": "gptq"},
     PresetChoice.SMALL: {"weights": "mixed", "budget": "4.3bpw@file", "zero_points": True, "half_scales": True},
 }
-"""Options of each preset by their names: points of the measured frontier of KL, bytes and time (docs/log.md)."""
+"""Options of each preset by their names; docs/log.md has the KL, bytes and times of each."""
 
 
 class WeightChoice(StrEnum):
