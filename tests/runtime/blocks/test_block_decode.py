@@ -135,8 +135,16 @@ class Six:
         return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
     @cache  # noqa: B019 -- lives as long as the tests
-    def distribution(self, rule: CommitRule, cells: tuple[int, ...] = (5, 5, 5, 5)) -> dict[tuple[int, ...], float]:
-        """The exact probabilities of the blocks that the rule leads to from some known tokens on."""
+    def distribution(
+        self, rule: CommitRule, cells: tuple[int, ...] = (5, 5, 5, 5), latest: tuple[int, ...] = ()
+    ) -> dict[tuple[int, ...], float]:
+        """The exact probabilities of the blocks that the rule leads to from some known tokens on.
+
+        Args:
+            rule: the rule; `Stable` with two passes reads the candidates of the pass before.
+            cells: the tokens.
+            latest: the candidates of the pass before, -1 for none; empty for rules that do not read them.
+        """
         places = np.flatnonzero(np.asarray(cells) == 5)
         if not places.size:
             return {cells: 1.0}
@@ -148,14 +156,29 @@ class Six:
         for tokens in product(range(5), repeat=places.size):
             confidence = rows[np.arange(places.size), tokens]
             ends = np.isin(tokens, LINE_ENDS)
-            candidates = Candidates(places, confidence, gaps, entropy, np.ones(places.size, np.int64), ends, 4)
+            steady = 1 + (np.array(tokens) == np.array(latest)[places]) if latest else np.ones(places.size, np.int64)
+            candidates = Candidates(places, confidence, gaps, entropy, steady, ends, 4)
             kept = rule.keeps(candidates)
             kept = kept if kept.any() else most_confident(candidates, 1)
             after = np.array(cells)
             after[places[kept]] = np.asarray(tokens)[kept]
-            for block, weight in self.distribution(rule, tuple(after.tolist())).items():
+            before = np.full(4, -1)
+            before[places] = tokens
+            history = tuple(before.tolist()) if latest else ()
+            for block, weight in self.distribution(rule, tuple(after.tolist()), history).items():
                 found[block] += weight * float(confidence.prod())
         return dict(found)
+
+    def sampled(self, rule: CommitRule, prompt: list[int], count: int) -> Counter[tuple[int, ...]]:
+        """The tokens of 800 answers."""
+        found: Counter[tuple[int, ...]] = Counter()
+        with edgerun.load(self.bundle, threads=1, cache=False) as engine:
+            bound, choices = engine.model.new_sequence().bound, BlockChoices(rule, 4, line_ends=frozenset(LINE_ENDS))
+            for seed in range(800):
+                sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 6)
+                steps = block_decode(bound, prompt, sampler, DecodeLimits(count), choices)
+                found[tuple(token for step in steps for token in step.tokens)] += 1
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +197,18 @@ def test_blocks_have_the_exact_distribution_of_their_rule(six: Six, name: str) -
         for other in (in_order, at_once)
     ]
     print(f"{name}: total variation {distances[0]:.3f} from one token at a time, {distances[1]:.3f} from all at once")
-    found: Counter[tuple[int, ...]] = Counter()
-    with edgerun.load(six.bundle, threads=1, cache=False) as engine:
-        bound, choices = engine.model.new_sequence().bound, BlockChoices(rule, 4, line_ends=frozenset(LINE_ENDS))
-        for seed in range(800):
-            sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), 6)
-            steps = block_decode(bound, six.prompt, sampler, DecodeLimits(4), choices)
-            found[tuple(token for step in steps for token in step.tokens)] += 1
-    expect_distribution(found, distribution, 800)
+    expect_distribution(six.sampled(rule, six.prompt, 4), distribution, 800)
+
+
+def test_blocks_have_the_exact_distribution_of_rules_that_read_more(six: Six, tmp_path: Path) -> None:
+    learned, stable = CommitRule.parse(f"learned:{network(tmp_path, 3.0)},0.5"), CommitRule.parse("stable:2,0.2")
+    # With the first token known, the passes before have few outcomes.
+    for rule, prompt, latest in ((learned, six.prompt, ()), (stable, [*six.prompt, 2], (-1, -1, -1, -1))):
+        cells = (*prompt[4:], *[5] * (8 - len(prompt)))
+        distribution = six.distribution(rule, cells, latest)
+        assert sum(distribution.values()) == pytest.approx(1)
+        found = six.sampled(rule, prompt, 8 - len(prompt))
+        expect_distribution(found, {block[len(prompt) - 4 :]: share for block, share in distribution.items()}, 800)
 
 
 def test_stable_candidates_are_those_of_several_passes() -> None:
