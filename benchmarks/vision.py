@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,10 +36,11 @@ def main() -> None:
         return
     images = [str(_image(folder, number, options.side)) for number in range(options.turns + 1)]
     environment = {**tools.environment, "MTMD_CPP_LIB": str(tools.binaries)}
-    settings = {"python": tools.python, "environment": environment, "mmproj": str(mmproj), "capacity": 4096}
+    process: dict[str, Any] = {"python": tools.python, "environment": environment}
+    settings = {"threads": options.threads, "mmproj": str(mmproj), "capacity": 4096}
     with (
         Worker("edge-run", "edge-run-vision", bundle, threads=options.threads) as own,
-        Worker("llama.cpp", "llama-vision", model, threads=options.threads, **settings) as other,
+        Worker("llama.cpp", "llama-vision", model, **process, **settings) as other,
     ):
         turns = [{each.label: each.call("first_token", image=image) for each in (own, other)} for image in images]
     for turn in turns:
