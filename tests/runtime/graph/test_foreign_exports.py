@@ -28,6 +28,8 @@ VARIANTS = [
     for family in EXPORTERS[exporter.value]
     for variant in exporter.variants(family)
 ]
+CHEAP = {128: {1: 1.0, 16: 1.2}}
+"""Not so flat that Jacobi predictions fill every pass: passes of 16 decide near ties of 8-bit activations anew."""
 
 
 def tokens_of(llm: Engine, prompt: list[int], speculation: Speculation) -> tuple[list[int], Reply]:
@@ -64,7 +66,7 @@ def check_tokens(folder: Path, expected: list[int]) -> GraphIO:
     """Decode with and without speculation; returns the graph's inputs and outputs."""
     assert len(expected) == GREEDY_TOKENS
     with edgerun.load(folder, threads=1, cache=False) as llm:
-        llm.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        llm.model.drafters._pass_cost = FixedCost(CHEAP)
         prompt = llm.tokenizer.encode(PROMPT, add_special_tokens=True)
         for speculation in SPECULATIONS:
             tokens, reply = tokens_of(llm, prompt, speculation)
