@@ -25,9 +25,9 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 
 import edgerun
@@ -52,6 +51,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.quantization.option_values import MethodChoice
 from peer_models import LlamaTools
 from processes import Worker
+from quality_tables import MeasuredModel, as_json, show
 from quantization import Tokens, divergence, new_positions, read_texts
 from rounds import IdleLoad, alternate, join
 
@@ -63,27 +63,6 @@ _CONTEXT: Final = 64
 _TOKENS: Final = 64
 _SPARE: Final = 1024
 """Bytes of a budget left for small constants of the graph."""
-
-
-@dataclass(frozen=True)
-class MeasuredModel:
-    """A model in one format, and what was measured."""
-
-    label: str
-    engine: str
-    path: Path
-    bytes: int
-    kl: float
-    top1: float
-    p99: float = 0.0
-    text_kl: Sequence[float] = ()
-    """Sum of KL over the positions of each text."""
-    decode_ms: float = 0.0
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether edge-run exported it."""
-        return self.engine == "edge-run"
 
 
 class QualityComparison:
@@ -308,76 +287,6 @@ def bundle_bytes(bundle: Path) -> int:
         seen.add(place)
         total += int(where["length"]) if where else len(tensor.raw_data)
     return total
-
-
-def better_plan(
-    theirs: MeasuredModel, models: Sequence[MeasuredModel], *, no_slower: bool = True
-) -> MeasuredModel | None:
-    """edge-run's plan of lowest KL with at most the bytes, and unless told otherwise the time, of another model."""
-    fitting = [
-        each
-        for each in models
-        if each.is_ours and each.bytes <= theirs.bytes and (not no_slower or each.decode_ms <= theirs.decode_ms)
-    ]
-    return min(fitting, key=lambda each: each.kl, default=None)
-
-
-def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> None:
-    """Print both tables."""
-    table = Table(title="loss against float32 over held-out text, size of all tensors, and time of a token")
-    table.add_column("")
-    for name in ("MB", "bits per weight", "mean KL", "p99", "top-1", "ms a token"):
-        table.add_column(name, justify="right")
-    for each in sorted(models, key=lambda model: model.bytes):
-        table.add_row(
-            each.label,
-            f"{each.bytes / 1e6:.3f}",
-            f"{8 * each.bytes / weights:.2f}",
-            f"{each.kl:.5f}",
-            f"{each.p99:.4f}",
-            f"{each.top1:.4f}",
-            f"{each.decode_ms:.3f}",
-        )
-    console.print(table)
-    answer = Table(title="edge-run's plan of lowest KL with no more bytes that is no slower")
-    for name in ("llama.cpp", "KL", "MB", "ms", "edge-run", "KL", "MB", "ms", "KL / theirs"):
-        answer.add_column(name, justify="left" if name in ("llama.cpp", "edge-run") else "right")
-    for each in models:
-        if each.is_ours or each.label.endswith("F32"):
-            continue
-        ours = better_plan(each, models)
-        cells = (
-            ("none", "", "", "", "")
-            if ours is None
-            else (
-                ours.label.removeprefix("edge-run "),
-                f"{ours.kl:.5f}",
-                f"{ours.bytes / 1e6:.3f}",
-                f"{ours.decode_ms:.3f}",
-                _ratio(ours, each),
-            )
-        )
-        answer.add_row(
-            each.label.removeprefix("llama.cpp "),
-            f"{each.kl:.5f}",
-            f"{each.bytes / 1e6:.3f}",
-            f"{each.decode_ms:.3f}",
-            *cells,
-        )
-    console.print(answer)
-
-
-def _ratio(ours: MeasuredModel, theirs: MeasuredModel) -> str:
-    """The ratio of both KL, with the 95 % interval of a bootstrap over the texts."""
-    pairs = np.array([ours.text_kl, theirs.text_kl])
-    drawn = pairs[:, np.random.default_rng(0).integers(0, pairs.shape[1], (2000, pairs.shape[1]))].sum(axis=2)
-    low, high = np.quantile(drawn[0] / drawn[1], (0.025, 0.975))
-    return f"{ours.kl / theirs.kl:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def as_json(model: MeasuredModel) -> Mapping[str, Any]:
-    """One model as plain values."""
-    return {name: value for name, value in asdict(model).items() if name != "path"}
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class JacobiDrafter(Drafter):
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence; nothing is predicted yet."""
-        self._last, self._predictions, self._verified = token_ids[-1], [], 0
+        self._last, self._predictions, self._verified = (token_ids[-1] if token_ids else 0), [], 0
 
     def append(self, token: int) -> None:
         """Append a token to the sequence."""

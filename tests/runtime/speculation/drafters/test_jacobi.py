@@ -18,6 +18,8 @@ def predictions(drafter: JacobiDrafter, count: int) -> list[tuple[int, int]]:
 
 def test_predictions_follow_the_sequence_and_stable_ones_are_told_apart() -> None:
     drafter = JacobiDrafter()
+    drafter.reset([])
+    assert predictions(drafter, 1) == [(0, 0)]
     drafter.reset([5, 6])
     assert predictions(drafter, 2) == [(6, 0), (6, 0)]
     # Both drafts of 6 were wrong: the target says 7, and 8 and 9 behind the wrong ones.
