@@ -23,7 +23,7 @@ from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
 from .onnx_file.wire import check_external_data, external_files
 from .regular_file import MAX_JSON_BYTES, open_regular, read_regular
 from .user_folders import cache_folder
-from .variants import GENAI_CONFIG, embedding_name
+from .variants import GENAI_CONFIG, part_beside
 
 GRAPH_NAME: Final = "model.onnx"
 WEIGHTS_NAME: Final = "model.onnx.data"
@@ -63,6 +63,8 @@ TOKENIZER_AND_CONFIG_FILES: Final = (
 )
 """Files that an export copies from a checkpoint to its bundle unchanged."""
 
+SEEING_FAMILIES: Final = ("gemma3", "idefics3", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+"""Families whose image processors edge-run has, by the `model_type` of config.json."""
 _VISION_FILES: Final = (VISION_GRAPH_NAME, VISION_WEIGHTS_NAME)
 _HASH_ALWAYS_BELOW: Final = 8 << 20
 _SAMPLE: Final = 1 << 20
@@ -107,14 +109,24 @@ class Bundle:
     @cached_property
     def embedding(self) -> Path | None:
         """The graph that turns token ids into the embeddings that `graph` takes, if that is another one."""
-        name = embedding_name(self.graph.name)
-        path = None if name is None or self.manifest is not None else self.graph.with_name(name)
-        return path if path is not None and path.is_file() else None
+        return None if self.manifest is not None else self._part("embedding")
+
+    @cached_property
+    def vision(self) -> Path | None:
+        """The graph that turns images into features: of a bundle, or, of a family that sees, beside another tool's."""
+        if self.manifest is not None:
+            return self.file(VISION_GRAPH_NAME)
+        return self._part("vision") if self.embedding is not None and self.family in SEEING_FAMILIES else None
+
+    def _part(self, part: str) -> Path | None:
+        names = [path.name for path in self.graph.parent.glob("*.onnx")]
+        is_genai = self.graph.with_name(GENAI_CONFIG).is_file()
+        name = part_beside(self.graph.name, part, names, is_genai=is_genai)
+        return None if name is None else self.graph.with_name(name)
 
     @cached_property
     def _graphs_and_weights(self) -> list[Path]:
-        graphs = [self.graph] if self.embedding is None else [self.graph, self.embedding]
-        return [*graphs, *(graph.parent / name for graph in graphs for name in external_files(graph))]
+        return [file for graph in (self.graph, self.embedding) if graph is not None for file in _with_weights(graph)]
 
     @cached_property
     def context(self) -> int | None:
@@ -137,6 +149,19 @@ class Bundle:
         model = self.json_file(GENAI_CONFIG).get("model")
         return model if isinstance(model, dict) else {}
 
+    @property
+    def family(self) -> Any:
+        """The family that the model's files name, of a multimodal model the one of the whole; None if they do not."""
+        return self.json_file("config.json").get("model_type", self.genai.get("type"))
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of an embedding; 0 if no file says so."""
+        if self.manifest is not None:
+            return self.manifest.architecture.hidden_size
+        value = self.config.get("hidden_size")
+        return value if isinstance(value, int) else 0
+
     @cached_property
     def input_vocab(self) -> int | None:
         """Number of tokens of the model's embedding; None if no file says so."""
@@ -154,7 +179,8 @@ class Bundle:
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of the digests of graph and weights; without a manifest, of samples of these files."""
         if self.manifest is None:
-            parts = b"".join(map(_sample_digest, self._graphs_and_weights))
+            towers = [] if self.vision is None else _with_weights(self.vision)
+            parts = b"".join(map(_sample_digest, [*self._graphs_and_weights, *towers]))
         else:
             files, names = self.manifest.files, (GRAPH_NAME, WEIGHTS_NAME, *_VISION_FILES)
             parts = "".join(files[name].sha256 for name in names if name in files).encode()
@@ -204,7 +230,7 @@ def open_bundle(path: Path, *, kind: DeviceKind = DeviceKind.CPU, tokenizer: Pat
             manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES), str(manifest_path))
         bundle = Bundle(folder, graph, manifest, first, tokenizer)
         bundle.verify()
-        for each in (graph, first, bundle.embedding):
+        for each in (graph, first, bundle.embedding, bundle.vision):
             if each is not None:
                 check_external_data(each)
     except OSError as error:
@@ -223,6 +249,11 @@ def unchecked_bundle(graph: Path, folder: Path) -> Bundle:
     manifest_path = graph.parent / MANIFEST_NAME
     manifest = Manifest.from_json(read_regular(manifest_path, MAX_JSON_BYTES)) if manifest_path.is_file() else None
     return Bundle(folder, graph, manifest)
+
+
+def _with_weights(graph: Path) -> list[Path]:
+    """A graph's file, and those with its weights."""
+    return [graph, *(graph.parent / name for name in external_files(graph))]
 
 
 def require_text_path(path: Path) -> None:

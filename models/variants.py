@@ -9,7 +9,7 @@ is named by its precision (`q4`) or by its folder (`cpu-int4-rtn-block-32`, or a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Final
@@ -50,7 +50,11 @@ _GRAPHS: Final = ("model", "decoder_model_merged", _WITH_PAST, _WITHOUT_PAST)
 """Names of graphs, the preferred one first."""
 _GRAPH_NAME: Final = re.compile(rf"({'|'.join(_GRAPHS)})(?:_({'|'.join(_PRECISIONS)}))?$")
 _DECODER_PART: Final = "decoder_model_merged"
-_EMBEDDING_PART: Final = "embed_tokens"
+_PARTS: Final[Mapping[str, tuple[str, str]]] = {
+    "embedding": ("embed_tokens", "embedding"),
+    "vision": ("vision_encoder", "vision"),
+}
+"""Graphs beside the decoder of a model that also takes images, as transformers.js and ONNX Runtime GenAI call them."""
 _COMPONENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("encoder_model", "encoder"), "an encoder-decoder model"),
     **dict.fromkeys(
@@ -61,7 +65,7 @@ _COMPONENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("context", "context_ctx", "iterator", "iterator_ctx", "lm_head"), "a model cut into stages"),
 }
 """Kind of a model that has a graph of this name beside its decoder; the most specific first."""
-_WITH_TEXT: Final = frozenset(_COMPONENTS[name] for name in ("vision_encoder", "audio_encoder", _EMBEDDING_PART))
+_WITH_TEXT: Final = frozenset(_COMPONENTS[name] for name in ("vision_encoder", "audio_encoder", "embed_tokens"))
 """Kinds of models that take text alone too, given the graph with their embedding."""
 
 
@@ -74,6 +78,8 @@ class GraphFiles:
     """The graph for passes without a cache, if that is another one."""
     embedding: str | None = None
     """The graph that turns token ids into the embeddings that `graph` takes, if that is another one."""
+    vision: str | None = None
+    """The graph that turns images into features, beside such an embedding."""
     precision: str = field(default=_NO_SUFFIX, compare=False)
     """One of `_PRECISIONS`."""
     device: DeviceKind | None = field(default=None, compare=False)
@@ -135,26 +141,39 @@ def choose_graph(
         among = ", ".join(sorted(labels.get(candidate, candidate.graph) for candidate in best))
         raise BundleError(f"{where} has several graphs that suit equally well", f"name one of {among}")
     chosen = best[0]
-    embedding = embedding_name(chosen.graph)
-    if embedding is not None and PurePosixPath(embedding) in paths:
-        chosen = replace(chosen, embedding=embedding)
-    part = _find_component([path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"])
+    beside = [path for path in paths if path.parent == chosen.folder and path.suffix == ".onnx"]
+    graph, is_genai = PurePosixPath(chosen.graph).name, chosen.folder / GENAI_CONFIG in paths
+    found = {part: part_beside(graph, part, [each.name for each in beside], is_genai=is_genai) for part in _PARTS}
+    if found["embedding"] is not None:
+        embedding, vision = (name and str(chosen.folder / name) for name in found.values())
+        chosen = replace(chosen, embedding=embedding, vision=vision)
+    part = _find_component(beside)
     takes_text = chosen.embedding is not None and part is not None and part[1] in _WITH_TEXT
     if part is not None and not takes_text and names.get(chosen.folder) != part[0].name:
         raise _not_a_text_decoder(part, where)
     return chosen
 
 
-def embedding_name(graph: str) -> str | None:
-    """Return the name of the graph with a decoder's embedding, where transformers.js would have one of its own.
+def part_beside(graph: str, part: str, names: Collection[str], *, is_genai: bool) -> str | None:
+    """The name of the graph with a part of a model that also takes images, which is cut there; None for none.
 
-    Models that also take images or sound are cut there: `decoder_model_merged_q4.onnx` takes embeddings, and
-    `embed_tokens_q4.onnx` makes them of text.
+    In transformers.js `decoder_model_merged_q4.onnx` takes embeddings, which `embed_tokens_q4.onnx` makes of text; the
+    tower may have another precision. Beside `genai_config.json` the parts are called `embedding.onnx` and
+    `vision.onnx`, or end with these names.
+
+    Args:
+        graph: name of the decoder's file.
+        part: `embedding` or `vision`.
+        names: names of the files beside it.
+        is_genai: whether `genai_config.json` is among them.
     """
-    path = PurePosixPath(graph)
-    if not path.name.startswith(_DECODER_PART):
-        return None
-    return str(path.with_name(path.name.replace(_DECODER_PART, _EMBEDDING_PART, 1)))
+    name, in_genai = _PARTS[part]
+    suffix = graph.removesuffix(".onnx").removeprefix(_DECODER_PART)
+    if suffix == graph.removesuffix(".onnx"):
+        found = [each for each in sorted(names) if re.fullmatch(rf"(.+-)?{in_genai}\.onnx", each)]
+        return found[0] if is_genai and found else None
+    others = ["", *(f"_{each}" for each in _PREFERENCE[DeviceKind.CPU])] if part == "vision" else []
+    return next((file for each in (suffix, *others) if (file := f"{name}{each}.onnx") in names), None)
 
 
 def variant_of(files: Iterable[str], graph: str, named: Mapping[str, str] | None = None) -> str:

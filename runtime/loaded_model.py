@@ -108,7 +108,7 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
-        self.vision: Final = open_vision(bundle, config, cache=options.cache)
+        self.vision: Final = open_vision(bundle, config, graph, cache=options.cache)
         """What sees the images of messages; None for a model that reads text alone."""
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ...models.bundle import VISION_GRAPH_NAME, Bundle, unchecked_bundle
+from ...models.bundle import Bundle, unchecked_bundle
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
 from ...models.graph_variant import DeviceKind
@@ -134,7 +134,7 @@ def capabilities(bundle: Bundle) -> list[str]:
         return ["rerank" if output == SCORE else "embedding"]
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
     chats = bundle.file("chat_template.jinja") is not None or bool(template)
-    sees = bundle.manifest is not None and bundle.file(VISION_GRAPH_NAME) is not None
+    sees = bundle.vision is not None
     return ["completion", *["tools"] * chats, *["vision"] * sees]
 
 

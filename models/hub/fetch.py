@@ -211,7 +211,7 @@ def _graph_files(downloads: PartialDownloads, chosen: GraphFiles) -> dict[str, s
     """Return the files that one graph needs, by their path in the model folder."""
     listing = downloads.listing
     folder = PurePosixPath(chosen.graph).parent
-    graphs = [path for path in (chosen.graph, chosen.prefill, chosen.embedding) if path is not None]
+    graphs = [path for path in (chosen.graph, chosen.prefill, chosen.embedding, chosen.vision) if path]
     downloads.check_room(
         path
         for path in listing.files

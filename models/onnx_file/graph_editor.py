@@ -25,7 +25,9 @@ from .wire import check_external_data
 
 MICROSOFT: Final = "com.microsoft"
 _DTYPES: Final = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
-_EMBEDDINGS: Final = "inputs_embeds"
+EMBEDDINGS: Final = "inputs_embeds"
+"""What a decoder takes whose embedding is a graph of its own."""
+_IMAGES: Final = "image_features"
 _PREFIX: Final = "embed_tokens/"
 
 
@@ -190,12 +192,14 @@ def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: A
     return node(operator, inputs, [output], name=f"edited.{output}", **attributes)
 
 
-def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
+def with_embedding(decoder: Path, embedding: Path, image_token: int | None = None) -> bytes | None:
     """Join a decoder with its embedding; weights in other files stay there.
 
     Args:
         decoder: a graph with an input `inputs_embeds`.
-        embedding: a graph in the same folder whose only input are token ids, and whose only output are embeddings.
+        embedding: a graph in the same folder that takes token ids, and perhaps `image_features` `[N, hidden]` in place
+            of the embeddings of image tokens, and whose only output are embeddings.
+        image_token: id of these tokens, if the graph has such features: it then sees token 0 in their place, and none.
 
     Returns:
         The serialized model, which takes token ids; None if the decoder takes these itself.
@@ -204,11 +208,12 @@ def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
         BundleError: one of them is not an ONNX model, or not such a graph.
     """
     model, part = read_model(decoder), read_model(embedding)
-    taken = [value for value in model.graph.input if value.name == _EMBEDDINGS]
+    taken = [value for value in model.graph.input if value.name == EMBEDDINGS]
     if not taken:
         return None
     given = {each.name for each in part.graph.initializer}
-    inputs = [value for value in part.graph.input if value.name not in given]
+    features = [value for value in part.graph.input if value.name == _IMAGES and image_token is not None]
+    inputs = [value for value in part.graph.input if value.name not in given and value not in features]
     branches = any(each.HasField("g") or each.graphs for one in part.graph.node for each in one.attribute)
     if len(inputs) != 1 or len(part.graph.output) != 1 or branches:
         takes, gives = (", ".join(value.name for value in each) for each in (inputs, part.graph.output))
@@ -216,10 +221,13 @@ def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
             f"{embedding} does not turn token ids into embeddings: it takes {takes or 'nothing'} and gives {gives}",
             "choose an export whose decoder takes input_ids",
         )
-    names = {inputs[0].name: inputs[0].name, part.graph.output[0].name: _EMBEDDINGS, "": ""}
-    _rename(part.graph, names)
+    ids = inputs[0].name
+    _rename(part.graph, {ids: _PREFIX + ids if features else ids, part.graph.output[0].name: EMBEDDINGS, "": ""})
+    for value in features:
+        _leave_out(part.graph, value, ids, np.array(image_token, _DTYPES[inputs[0].type.tensor_type.elem_type]))
     model.graph.input.remove(taken[0])
-    if all(value.name != inputs[0].name for value in model.graph.input):
+    model.graph.value_info.append(taken[0])
+    if all(value.name != ids for value in model.graph.input):
         model.graph.input.append(inputs[0])
     nodes = [*part.graph.node, *model.graph.node]
     del model.graph.node[:]
@@ -231,6 +239,19 @@ def with_embedding(decoder: Path, embedding: Path) -> bytes | None:
     model.opset_import.extend(each for each in part.opset_import if each.domain not in domains)
     serialized: bytes = model.SerializeToString()
     return serialized
+
+
+def _leave_out(graph: Message, features: Message, ids: str, image_token: npt.NDArray[Any]) -> None:
+    """Let an embedding see token 0 in place of image tokens, and no features."""
+    shape = [size if isinstance(size, int) else 0 for size in shape_of(features)]
+    none = np.zeros(shape, _DTYPES[features.type.tensor_type.elem_type])
+    image, zero, is_image = (f"{_PREFIX}images.{name}" for name in ("token", "zero", "found"))
+    constants = {_PREFIX + features.name: none, image: image_token, zero: np.zeros_like(image_token)}
+    graph.initializer.extend(tensor(name, value) for name, value in constants.items())
+    nodes = [onnx_node("Equal", [ids, image], is_image), onnx_node("Where", [is_image, zero, ids], _PREFIX + ids)]
+    nodes += graph.node
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _rename(graph: Message, names: dict[str, str]) -> None:

@@ -180,7 +180,9 @@ class BoundSession(BoundGraph):
 
     def _prepared(self, new: NewTokens) -> Callable[[], Floats]:
         """Bind the inputs and outputs of a pass; returns what runs it and returns its logits."""
-        ids, wanted, positions, tree_mask, _ = new
+        ids, wanted, positions, tree_mask, images = new
+        if images is not None and self._inputs.has_axes:
+            positions = images.positions
         arena, inputs = self.arena, self._inputs
         base, width = arena.length, len(ids)
         self._bind_cache(width)

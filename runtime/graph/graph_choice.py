@@ -30,6 +30,8 @@ from .shared_passes import Gather, SharedPasses
 
 STEERED: Final = "steered"
 """Name of the further graph that takes adapters and control vectors."""
+IMAGES: Final = "images"
+"""Name of the further graph that takes features of images."""
 _log: Final = logging.getLogger(__name__)
 
 

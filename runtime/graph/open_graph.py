@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...errors import BundleError, InputError
-from ...models.bundle import VISION_GRAPH_NAME, Bundle
+from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.user_text import format_bytes
 from ..devices.providers import CPU_PROVIDER
+from ..images.image_processors import processor_of, suits_images
 from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
 from ..prefill import PrefillMode
@@ -115,9 +116,18 @@ def joined_graph(bundle: Bundle) -> bytes | None:
     """The graph that takes token ids, of a model with a graph for its embedding; None for any other."""
     if bundle.embedding is None:
         return None
-    from ...models.onnx_file.graph_editor import with_embedding  # noqa: PLC0415 -- importing protobuf takes 28 ms
+    # Importing protobuf takes 28 ms.
+    from ...models.onnx_file.graph_editor import CannotRewriteError, with_embedding  # noqa: PLC0415 -- see above
 
-    return with_embedding(bundle.graph, bundle.embedding)
+    if bundle.vision is None:
+        return with_embedding(bundle.graph, bundle.embedding)
+    from ..images.image_graph import image_graph  # noqa: PLC0415 -- as above
+
+    joined = with_embedding(bundle.graph, bundle.embedding, processor_of(bundle).token_id)
+    try:
+        return joined and image_graph(bundle.graph, bundle.hidden_size, model=joined)[0]
+    except CannotRewriteError:
+        return joined
 
 
 def _open_on_cpu(
@@ -132,7 +142,7 @@ def _open_on_cpu(
     """Load the model's own graph, with the further graphs that it can have."""
     file = graph_to_load(bundle, config, cache=cache)
     own = GraphSession(file, config, metadata, model=joined_graph(bundle))
-    further = [] if bundle.embedding else _further_graphs(own, file, bundle, metadata, prefill, cache)
+    further = _further_graphs(own, file, bundle, metadata, prefill, cache)
     if steering is None:
         return ChosenGraphs(own, further) if further else own
     from ..steering.steered_graph import SteeredGraph  # noqa: PLC0415 -- importing protobuf takes 28 ms
@@ -148,12 +158,13 @@ def _further_graphs(
 ) -> list[FurtherGraph]:
     """The further graphs that the model's own graph on the CPU can have, loaded from `file`."""
     further: list[FurtherGraph] = []
-    if bundle.manifest is not None and bundle.file(VISION_GRAPH_NAME) is not None:
-        from ..images.image_graph import ImageGraph  # noqa: PLC0415 -- most models need none
-        from ..images.image_processors import processor_of  # noqa: PLC0415 -- as above
+    if suits_images(bundle, base.graph_io):
+        from ..images.image_graph import FEATURES, ImageGraph  # noqa: PLC0415 -- most models need none
 
-        size = bundle.manifest.architecture.hidden_size
-        further.append(ImageGraph(file, base, metadata, size, processor_of(bundle)))
+        if bundle.embedding is None or FEATURES in base.optional_inputs:
+            further.append(ImageGraph(file, base, metadata, bundle.hidden_size, processor_of(bundle)))
+    if bundle.embedding is not None:
+        return further
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
 

@@ -76,6 +76,7 @@ class PassInputs:
     Attributes:
         width: number of tokens of the last pass.
         positions: buffer of the positions of a pass of that width.
+        has_axes: whether positions are `[3, 1, width]`, in time, rows and columns.
     """
 
     def __init__(self, io: ort.IOBinding, graph_io: GraphIO) -> None:
@@ -84,6 +85,8 @@ class PassInputs:
         self.width = 0
         self._tokens = np.zeros((1, 0), value_dtype(graph_io.inputs[InputRole.TOKENS]))
         self.positions = np.zeros(0, np.int64)
+        places = graph_io.inputs.get(InputRole.POSITIONS)
+        self.has_axes: Final = places is not None and len(places.shape) == 3
         self._zero_bias: Final = _BiasBuffer()
         self._mask_bias: Final = _BiasBuffer()
         self._bias: npt.NDArray[Any] = np.zeros(0, np.float32)
@@ -122,7 +125,10 @@ class PassInputs:
             self._bind(graph_io.inputs[role].name, array)
 
     def write_tokens(self, ids: Sequence[int], base: int, positions: npt.ArrayLike | None) -> None:
-        """Write the tokens of a pass after `base` cached ones, and their positions: consecutive ones when None."""
+        """Write the tokens of a pass after `base` cached ones, and their positions: consecutive ones when None.
+
+        Positions are `[width]`, or `[3, width]` where they have axes.
+        """
         width = len(ids)
         if width != self.width:
             self._bind_width(width)
@@ -137,8 +143,9 @@ class PassInputs:
         if positions is None:
             buffers.positions[...] = np.arange(base, base + width)
             return
-        buffers.positions[...] = positions
-        if base == 0 and self.positions.flat[-1] != width - 1:
+        axes = np.asarray(positions)
+        buffers.positions[...] = axes if axes.ndim < 2 else axes[:, None]
+        if base == 0 and axes.ndim < 2 and self.positions.flat[-1] != width - 1:
             raise ValueError("a token tree needs a committed slot before it")
 
     def write_attention(self, base: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:

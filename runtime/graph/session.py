@@ -189,6 +189,11 @@ class GraphSession(DecoderGraph):
         if "_lock" in self.__dict__:
             self._lock.free(sessions)
 
+    @property
+    def optional_inputs(self) -> set[str]:
+        """Names of inputs that need not be bound."""
+        return {each.name for each in self._session.get_overridable_initializers()}
+
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache of this graph's tensor types, for a context of `limit` tokens."""
         types, state_types = self.graph_io.tensor_types, self.graph_io.state_types

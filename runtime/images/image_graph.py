@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
-from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor, onnx_node
+from ...models.onnx_file.graph_editor import EMBEDDINGS, CannotRewriteError, GraphEditor, onnx_node
 from ...models.onnx_file.model_messages import Message, tensor, value_info
 from ..graph.attention_edits import rotate_outside
 from ..graph.bound_graph import NewTokens
-from ..graph.graph_choice import FurtherGraph
+from ..graph.graph_choice import IMAGES, FurtherGraph
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from .image_processor import ImageProcessor
@@ -29,7 +29,7 @@ ROWS: Final = "image_rows"
 INDICES: Final = "rotary_indices"
 ROTARY: Final = ("rotary_cosines", "rotary_sines")
 Tables: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-_EMBEDDED: Final = ("embedded.scaled", "embedded", "embedded.joined")
+_EMBEDDED: Final = ("embedded.scaled", "embedded", "embedded.joined", EMBEDDINGS)
 """Names of the embeddings in exported graphs, of which the first that exists is what the layers read."""
 
 
@@ -44,13 +44,15 @@ class ImageGraph(FurtherGraph):
         processor: the model's image processor.
     """
 
-    name = "images"
+    name = IMAGES
     required = True
 
     def __init__(
         self, graph: Path, own: GraphSession, metadata: ModelMetadata, hidden_size: int, processor: ImageProcessor
     ) -> None:
         self._graph: Final = graph
+        self._own: Final = own if FEATURES in own.optional_inputs else None
+        """The model's own graph where that takes features too, as it does if its embedding was a graph of its own."""
         self._hidden_size: Final = hidden_size
         # Idle threads must not spin beside the threads of the model's own graph.
         self._config: Final = replace(own.config, shares_cores=True)
@@ -69,7 +71,7 @@ class ImageGraph(FurtherGraph):
         assert new.images is not None  # noqa: S101  it takes no other passes
         rows = np.stack([np.zeros_like(new.images.rows), new.images.rows], axis=1)
         inputs = {FEATURES: np.ascontiguousarray(new.images.features), ROWS: rows}
-        axes, positions = self._processor.axes, new.images.positions
+        axes, positions = None if self._tables is None else self._processor.axes, new.images.positions
         if axes is not None and positions is not None and self._tables is not None:
             pairs = np.arange(axes.size)
             inputs |= {name: table[positions[axes].T, pairs] for name, table in zip(ROTARY, self._tables, strict=True)}
@@ -82,6 +84,8 @@ class ImageGraph(FurtherGraph):
         Raises:
             BundleError: it cannot be made or loaded.
         """
+        if self._own is not None:
+            return self._own
         try:
             model, self._tables = image_graph(
                 self._graph,
@@ -96,7 +100,13 @@ class ImageGraph(FurtherGraph):
 
 
 def image_graph(
-    graph: Path, hidden_size: int, layers: int, *, bidirectional: bool, own_rotation: bool
+    graph: Path,
+    hidden_size: int,
+    layers: int = 0,
+    *,
+    bidirectional: bool = False,
+    own_rotation: bool = False,
+    model: bytes | None = None,
 ) -> tuple[bytes, Tables | None]:
     """A decoder graph with two more inputs: `image_features` float32 `[1 + L, N, hidden]`, of which the first take the
     place of the embeddings at `image_rows` int64 `[N, 2]`, each 0 and the index of a new token. The others are added to
@@ -109,6 +119,7 @@ def image_graph(
         bidirectional: whether the caller's bias alone says which of the new tokens attend to later ones.
         own_rotation: whether the cosines and sines of the new tokens are inputs too, `ROTARY` `[M, pairs]`, with their
             numbers in `INDICES` `[1, M]`.
+        model: the serialized graph where it differs from the file.
 
     Returns:
         The graph, and the cosines and sines by position that the model's own has.
@@ -117,7 +128,7 @@ def image_graph(
         BundleError: the file is not an ONNX model.
         CannotRewriteError: the graph is not one that edge-run has exported, or has attention that cannot do so.
     """
-    editor = GraphEditor(graph)
+    editor = GraphEditor(graph, model)
     embedded = next((name for name in _EMBEDDED if editor.producer(name) is not None), None)
     if embedded is None:
         raise CannotRewriteError("its embedding is not known")
@@ -131,6 +142,8 @@ def image_graph(
     for each in editor.graph.node:
         each.input[:] = [f"{name}.seen" if name in changed else name for name in each.input]
 
+    types = {each.name: each.type.tensor_type.elem_type for each in editor.graph.value_info}
+
     def seen(each: Message) -> Iterator[Message]:
         yield each
         for output in each.output:
@@ -138,8 +151,9 @@ def image_graph(
                 number = changed.index(output)
                 at = editor.constant(f"images.{number}", np.array(number, np.int64))
                 yield onnx_node("Gather", [FEATURES, at], f"{FEATURES}.{number}", axis=0)
+                yield onnx_node("Cast", [f"{FEATURES}.{number}"], f"{FEATURES}.{number}.cast", to=types.get(output, 1))
                 how = "add" if number else "none"
-                inputs = [output, ROWS, f"{FEATURES}.{number}"]
+                inputs = [output, ROWS, f"{FEATURES}.{number}.cast"]
                 yield onnx_node("ScatterND", inputs, f"{output}.seen", reduction=how)
 
     editor.rewrite(seen)

@@ -44,12 +44,14 @@ class ImageProcessor(ABC):
         slot: how the text of an image writes the token of each feature.
         resample: Pillow's filter where no setting says it: LANCZOS, BILINEAR or BICUBIC.
         bidirectional: whether the tokens of an image attend to each other, and not only to earlier ones.
+        has_axes: whether the tokens of an image have positions in time, rows and columns.
     """
 
     placeholder: ClassVar[str]
     slot: ClassVar[str]
     resample: ClassVar[int] = 2
     bidirectional: ClassVar[bool] = False
+    has_axes: ClassVar[bool] = False
 
     def __init__(self, bundle: Bundle) -> None:
         """Read the settings of a model.
@@ -57,14 +59,19 @@ class ImageProcessor(ABC):
         Raises:
             BundleError: they are missing or malformed.
         """
-        self.config: Final = bundle.json_file("config.json")
+        self.config: Final = bundle.json_file("config.json") or bundle.genai
         processor = bundle.json_file("processor_config.json")
         nested = processor.get("image_processor")
         images = bundle.json_file("preprocessor_config.json") or (nested if isinstance(nested, dict) else {})
-        self.settings: Final[Mapping[str, Any]] = {**processor, **images}
+        self.settings: Final[Mapping[str, Any]] = {**processor, **_settings_in_genai(processor), **images}
         self._where: Final = str(bundle.folder / "preprocessor_config.json")
         self._factor: Final = self.number("rescale_factor", 1 / 255)
         self._mean, self._std = (self._channels(name) for name in ("image_mean", "image_std"))
+        token: Any = next((self.config.get(name) for name in ("image_token_id", "image_token_index")), None)
+        if not is_whole(token, 0):
+            raise BundleError(f"{bundle.folder}: config.json lacks image_token_id", "export the model again")
+        self.token_id: Final[int] = token
+        """Id of the tokens in whose places features stand."""
 
     @abstractmethod
     def process(self, image: Image) -> ProcessedImage:
@@ -131,3 +138,16 @@ class ImageProcessor(ABC):
     def malformed(self, name: str, value: object) -> BundleError:
         """The error of a setting that has a value of another form."""
         return BundleError(f"{self._where}: {name} is {shown(value)}", "export the model again")
+
+
+def _settings_in_genai(processor: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an image processor among the operations in the processor_config.json of ONNX Runtime GenAI."""
+    found: dict[str, Any] = {}
+    section = processor.get("processor")
+    listed = section.get("transforms") if isinstance(section, Mapping) else None
+    for each in listed if isinstance(listed, list) else []:
+        operation = each.get("operation") if isinstance(each, Mapping) else None
+        attributes = operation.get("attrs") if isinstance(operation, Mapping) else None
+        found |= attributes if isinstance(attributes, Mapping) else {}
+    names = {"mean": "image_mean", "std": "image_std"}
+    return {names.get(name, name): value for name, value in found.items()} | {"size": found}

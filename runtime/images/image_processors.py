@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole, shown
+from ..graph.graph_io import GraphIO, InputRole
 from .image_processor import Floats, ImageProcessor, ProcessedImage
 
 if TYPE_CHECKING:  # Pillow is an extra
@@ -61,7 +62,7 @@ class Gemma3Processor(ImageProcessor):
 
     def process(self, image: Image) -> ProcessedImage:
         """Resize an image to the square of the tower."""
-        tokens = self.whole("image_seq_length", 256)
+        tokens = self.whole("image_seq_length", self.config.get("mm_tokens_per_image") or 256)
         square = self.resized(image, self.side("size", "height"), self.side("size", "width"))
         text = f"\n\n{self.placeholder}{self.slot * tokens}<end_of_image>\n\n"
         return ProcessedImage(text, [np.asarray(square)], [tokens])
@@ -108,19 +109,14 @@ class QwenProcessor(NativeProcessor):
 
     placeholder = slot = "<|image_pad|>"
     resample = 3
+    has_axes = True
 
     def __init__(self, bundle: Bundle) -> None:
         """Read the settings of a model; errors as for other processors."""
         super().__init__(bundle)
-        vision, text = (self.config.get(name) for name in ("vision_config", "text_config"))
+        vision = self.config.get("vision_config")
         self._vision: Final[Mapping[str, Any]] = vision if isinstance(vision, dict) else {}
-        text = text if isinstance(text, dict) else self.config
-        rotary = text.get("rope_parameters") or text.get("rope_scaling")
-        section = rotary.get("mrope_section") if isinstance(rotary, dict) else None
-        if not isinstance(section, list) or len(section) != 3 or not all(is_whole(each, 0) for each in section):
-            raise self.malformed("mrope_section", section)
-        self._section: Final = section
-        self._interleaved: Final = self.config.get("model_type") != "qwen2_5_vl"
+        self._interleaved: Final = bundle.family == "qwen3_vl"
         self.frames = self.whole("temporal_patch_size", 2)
 
     @property
@@ -132,11 +128,17 @@ class QwenProcessor(NativeProcessor):
     @property
     def axes(self) -> npt.NDArray[np.int64]:
         """Time, rows and columns one after another; in Qwen3-VL they alternate, and time has the rest."""
+        text = self.config.get("text_config")
+        text = text if isinstance(text, dict) else self.config
+        rotary = text.get("rope_parameters") or text.get("rope_scaling")
+        section = rotary.get("mrope_section") if isinstance(rotary, dict) else None
+        if not isinstance(section, list) or len(section) != 3 or not all(is_whole(each, 0) for each in section):
+            raise self.malformed("mrope_section", section)
         if not self._interleaved:
-            return np.repeat(np.arange(3), self._section)
-        axes = np.zeros(sum(self._section), np.int64)
+            return np.repeat(np.arange(3), section)
+        axes = np.zeros(sum(section), np.int64)
         for axis in (1, 2):
-            axes[axis : 3 * self._section[axis] : 3] = axis
+            axes[axis : 3 * section[axis] : 3] = axis
         return axes
 
     def process(self, image: Image) -> ProcessedImage:
@@ -315,14 +317,22 @@ PROCESSORS: Final[Mapping[str, type[ImageProcessor]]] = {
 """By the `model_type` of config.json."""
 
 
+def suits_images(bundle: Bundle, graph_io: GraphIO) -> bool:
+    """Whether a model has a vision tower, and its graph takes the passes and the positions of images."""
+    if bundle.vision is None or bundle.manifest is not None:
+        return bundle.vision is not None
+    positions = graph_io.inputs.get(InputRole.POSITIONS)
+    has_axes = positions is not None and len(positions.shape) == 3
+    return graph_io.supports_verification and (has_axes or not PROCESSORS[bundle.family].has_axes)
+
+
 def processor_of(bundle: Bundle) -> ImageProcessor:
     """The image processor of a model.
 
     Raises:
         BundleError: its family is not known, or settings are malformed.
     """
-    family: Any = bundle.json_file("config.json").get("model_type")
-    if family not in PROCESSORS:
+    if bundle.family not in PROCESSORS:
         hint = "export it again with this version of edge-run"
-        raise BundleError(f"{bundle.folder} has a vision tower of the family {shown(family)}", hint)
-    return PROCESSORS[family](bundle)
+        raise BundleError(f"{bundle.folder} has a vision tower of the family {shown(bundle.family)}", hint)
+    return PROCESSORS[bundle.family](bundle)

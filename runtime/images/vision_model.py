@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import BundleError
-from ...models.bundle import VISION_GRAPH_NAME, Bundle
-from ...models.graph_variant import DeviceKind
-from ...models.json_file import is_whole
+from ...models.bundle import Bundle
+from ..graph.graph_choice import IMAGES, ChosenGraphs
 from ..graph.ort import ORT_ERRORS, run_failure
-from ..graph.session import SessionConfig, load_graph
+from ..graph.session import DecoderGraph, SessionConfig, graph_values, load_graph
 from .decoding import decode_image
+from .foreign_tower import tower_inputs
 from .image_processor import Floats, ProcessedImage
 from .image_processors import processor_of
 
@@ -44,18 +44,19 @@ class VisionModel:
 
     def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
         self.processor: Final = processor_of(bundle)
-        token: Any = next((self.processor.config.get(name) for name in ("image_token_id", "image_token_index")), None)
-        if not is_whole(token, 0):
-            raise BundleError(f"{bundle.folder}: config.json lacks image_token_id", "export the model again")
-        self.token_id: Final[int] = token
-        """Id of the tokens in whose places features stand."""
-        self._graph: Final = bundle.graph.with_name(VISION_GRAPH_NAME)
+        assert bundle.vision is not None  # noqa: S101  see open_vision
+        self._graph: Final = bundle.vision
         self._bundle: Final = bundle
         self._cache: Final = cache
         self._config: Final = config
         self._session: Any = None
         self._seen: Final[OrderedDict[bytes, SeenImage]] = OrderedDict()
         self._lock: Final = Lock()
+
+    @property
+    def token_id(self) -> int:
+        """Id of the tokens in whose places features stand."""
+        return self.processor.token_id
 
     @property
     def placeholder(self) -> str:
@@ -94,28 +95,31 @@ class VisionModel:
         inputs = self.processor.inputs(tile)
         if self._session is None:
             self._session = load_graph(self._chosen_graph(inputs), self._config)[0]
+        is_foreign = self._bundle.manifest is None
+        if is_foreign:
+            inputs = tower_inputs(inputs, graph_values(self._session.get_inputs()), self._bundle)
         try:
             features: Floats = self._session.run(None, inputs)[0]
         except ORT_ERRORS as error:
             raise run_failure("the vision tower", error) from error
-        return features
+        return features.astype(np.float32).reshape(1, -1, features.shape[-1]) if is_foreign else features
 
     def _chosen_graph(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Path:
         """The tower with 8-bit products, where it can have one, else its own graph."""
-        if not self._cache:
+        if not self._cache or self._bundle.manifest is None:
             return self._graph
         from ..int8_prompts.int8_graph_files import int8_tower_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
         return int8_tower_path(self._bundle, inputs, self._config) or self._graph
 
 
-def open_vision(bundle: Bundle, config: SessionConfig, *, cache: bool) -> VisionModel | None:
-    """The vision tower of a model, beside its own graph on the CPU; None for a model that reads text alone.
+def open_vision(bundle: Bundle, config: SessionConfig, graph: DecoderGraph, *, cache: bool) -> VisionModel | None:
+    """The vision tower of a model, beside its loaded graph; None for a model that reads text alone.
 
     Raises:
         BundleError: as for `VisionModel`.
     """
-    if config.device.kind is not DeviceKind.CPU or bundle.manifest is None or bundle.file(VISION_GRAPH_NAME) is None:
+    if not isinstance(graph, ChosenGraphs) or all(each.name != IMAGES for each in graph.further):
         return None
     # Idle threads must not spin beside the threads of the model's own graph.
     return VisionModel(bundle, replace(config, shares_cores=True, kv_scales=None), cache=cache)
@@ -164,8 +168,12 @@ class SeenImage:
         first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
         for index in range(first, last + 1):
             if (tile := self._tiles[index]) is not None:
-                self._features[index] = self._model.features(tile)
-                self._tiles[index] = None
+                features = self._model.features(tile)
+                count, tokens = features.shape[1], self._ends[index] - (self._ends[index - 1] if index else 0)
+                if count != tokens:
+                    what = f"the vision tower gives {count} features of an image that has {tokens} tokens"
+                    raise BundleError(what, "put the model's preprocessor_config.json and config.json beside it")
+                self._features[index], self._tiles[index] = features, None
         joined = np.concatenate([self._features[index] for index in range(first, last + 1)], axis=1)
         before = self._ends[first - 1] if first else 0
         return joined[:, start - before : stop - before]

@@ -150,20 +150,36 @@ def test_decoders_of_multimodal_models_are_refused(beside: str, what: str, alone
 
 
 def test_a_decoder_of_a_multimodal_model_is_chosen_with_its_embedding() -> None:
-    """The embedding is the one of its precision; the parts for images and sound are left out."""
+    """The embedding is the one of its precision, so is the image encoder if there is one; that of sound is left out."""
     files = [
         f"onnx/{part}{suffix}.onnx"
         for part in ("decoder_model_merged", "embed_tokens", "vision_encoder", "audio_encoder")
         for suffix in ("", "_q4", "_fp16")
     ]
-    q4 = GraphFiles("onnx/decoder_model_merged_q4.onnx", embedding="onnx/embed_tokens_q4.onnx")
+    tower = "onnx/vision_encoder_q4.onnx"
+    q4 = GraphFiles("onnx/decoder_model_merged_q4.onnx", embedding="onnx/embed_tokens_q4.onnx", vision=tower)
     assert choose_graph(files) == choose_graph(files, "q4") == q4
-    plain = GraphFiles("onnx/decoder_model_merged.onnx", embedding="onnx/embed_tokens.onnx")
-    assert choose_graph(files, "fp32") == plain
+    decoder, embedding, plain = (
+        f"onnx/{part}.onnx" for part in ("decoder_model_merged", "embed_tokens", "vision_encoder")
+    )
+    assert choose_graph(files, "fp32") == GraphFiles(decoder, embedding=embedding, vision=plain)
+    fewer = [file for file in files if file != tower]
+    assert choose_graph(fewer).vision == plain
+    assert choose_graph([file for file in fewer if file != plain]).vision == "onnx/vision_encoder_fp16.onnx"
     with pytest.raises(BundleError, match="is an encoder-decoder model"):
         choose_graph([*files, "onnx/encoder_model_q4.onnx"])
     with pytest.raises(BundleError, match="is a model of images and text"):
         choose_graph([file for file in files if file != q4.embedding])
+
+
+def test_the_parts_of_a_model_for_genai_are_chosen_together() -> None:
+    files = ["genai_config.json", "text.onnx", "embedding.onnx", "vision.onnx"]
+    chosen = GraphFiles("text.onnx", embedding="embedding.onnx", vision="vision.onnx")
+    assert choose_graph(files, named={"": "text.onnx"}) == choose_graph(files, named={".": "text.onnx"}) == chosen
+    long = [file.replace("vision.", "phi-3.5-v-vision.").replace("emb", "phi-3.5-v-emb") for file in files]
+    assert choose_graph(long, named={"": "text.onnx"}).vision == "phi-3.5-v-vision.onnx"
+    with pytest.raises(BundleError, match="is a model of images and text"):
+        choose_graph(files[1:], "text")
 
 
 PARTS = st.sampled_from(

@@ -94,16 +94,16 @@ def test_only_the_files_of_one_graph_are_downloaded(hub: HubServer) -> None:
     assert {seen.method for seen in hub.seen} == {"GET"}
 
 
-def test_the_embedding_of_a_multimodal_model_comes_along(hub: HubServer) -> None:
-    """Its image encoder does not."""
+def test_the_embedding_and_the_tower_of_a_multimodal_model_come_along(hub: HubServer) -> None:
+    """Its encoder of sound does not."""
     parts = {
         f"onnx/{part}_q4.onnx{suffix}": graph(f"{part}_q4.onnx_data") if not suffix else weights(1)
-        for part in ("decoder_model_merged", "embed_tokens", "vision_encoder")
+        for part in ("decoder_model_merged", "embed_tokens", "vision_encoder", "audio_encoder")
         for suffix in ("", "_data")
     }
     hub.repo("org/parts", {**TEXTS, **parts})
     found = fetch_model(HubId("org/parts"))
-    expected = {name.removeprefix("onnx/") for name in parts if "vision" not in name}
+    expected = {name.removeprefix("onnx/") for name in parts if "audio" not in name}
     assert names(found.folder) == {"config.json", "tokenizer.json", *expected}
     bundle = open_bundle(found.path)
     assert bundle.graph == found.folder / "decoder_model_merged_q4.onnx"

@@ -1,0 +1,47 @@
+"""Models that see, in the layouts of other exporters, against transformers.
+
+Pixel values are those of our own image processors, which other tests compare. Tokens of an image in exports of Gemma 3
+attend to earlier ones alone, so transformers gets no token types there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("PIL", reason="needs the images extra")
+pytest.importorskip("onnx", reason="needs the export extra")
+pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5", reason="needs the outputs of release 5")
+
+
+import torch
+
+import edgerun
+from edgerun.runtime.images.decoding import decode_image
+from support.vision_exports import loaded, write_transformers_js
+from support.vision_models import random_image, write_vision_checkpoint
+from support.vision_oracle import SIZES, check_answer, check_features, inputs_of, processor_of
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl"])
+def test_transformers_js(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", family)
+    check(write_transformers_js(tmp_path / "model", source, family), source, family, monkeypatch)
+
+
+def check(folder: Path, source: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features, logits and tokens of a model as it is."""
+    processor, model = processor_of(source, family, monkeypatch), loaded(source)
+    with edgerun.load(folder, threads=1, cache=False) as engine:
+        vision = engine.model.vision
+        assert vision is not None
+        for number, size in enumerate(SIZES):
+            data = random_image(number, size)
+            check_features(vision, data, model, inputs_of(processor, [decode_image(data)]))
+        for sizes in (SIZES[:1], SIZES[1:4]):
+            check_answer(engine, model, processor, sizes, causal=True)
