@@ -159,7 +159,8 @@ class Bundle:
         """Channels of an embedding; 0 if no file says so."""
         if self.manifest is not None:
             return self.manifest.architecture.hidden_size
-        value = self.config.get("hidden_size")
+        decoder = self.genai.get("decoder")
+        value = self.config.get("hidden_size", decoder.get("hidden_size") if isinstance(decoder, dict) else None)
         return value if isinstance(value, int) else 0
 
     @cached_property

@@ -7,6 +7,7 @@ is the decoder of transformers.js, and GenAI's is made by its own model builder.
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import Tensor, nn
+
+from support.tiny_models import write_json
 
 _TEXT_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _IMAGE_FILES: Final = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -76,6 +79,28 @@ class QwenTower(Tower):
         return tower.merger(hidden)
 
 
+class Lfm2Tower(Tower):
+    """The tower of LFM2-VL for one image without padding: patches row by row, and numbers of rows and columns, in."""
+
+    def forward(self, pixel_values: Tensor, pixel_attention_mask: Tensor, spatial_shapes: Tensor) -> Tensor:
+        inner = self.model.model
+        tower, side = inner.vision_tower, int(inner.vision_tower.config.num_patches**0.5)
+        tower = getattr(tower, "vision_model", tower)
+        table = tower.embeddings.position_embedding.weight.reshape(side, side, -1)
+        shares = []
+        for count in (spatial_shapes[0, 0], spatial_shapes[0, 1]):
+            centers = (torch.arange(count) + 0.5) * side / count - 0.5
+            support = torch.clamp(side / count, min=1.0)
+            weights = torch.relu(1 - (centers[:, None] - torch.arange(side)).abs() / support)
+            shares.append(weights / weights.sum(dim=1, keepdim=True))
+        places = torch.einsum("hi,wj,ijd->hwd", *shares, table).flatten(0, 1)
+        patches = tower.embeddings.patch_embedding(pixel_values * pixel_attention_mask[..., None])
+        states = tower.post_layernorm(tower.encoder(inputs_embeds=patches + places).last_hidden_state)
+        rows, columns = spatial_shapes[0, 0], spatial_shapes[0, 1]
+        grid = states.reshape(1, rows, columns, states.shape[-1])
+        return inner.multi_modal_projector(grid).flatten(0, 2)
+
+
 class Embedding(nn.Module):
     """Embeddings of tokens."""
 
@@ -130,7 +155,18 @@ class Decoder(nn.Module):
         return self.head(states), *(each for layer in cache.layers for each in (layer.keys, layer.values))
 
 
-TOWERS: Final[dict[str, Callable[[Any], Tower]]] = {"smolvlm": MaskedTower, "gemma3": Tower, "qwen2_5_vl": QwenTower}
+TOWERS: Final[dict[str, Callable[[Any], Tower]]] = {
+    "smolvlm": MaskedTower,
+    "gemma3": Tower,
+    "qwen2_5_vl": QwenTower,
+    "lfm2_vl": Lfm2Tower,
+}
+TOWER_INPUTS: Final = {
+    "smolvlm": ("pixel_values", "pixel_attention_mask"),
+    "gemma3": ("pixel_values",),
+    "qwen2_5_vl": ("pixel_values", "image_grid_thw"),
+    "lfm2_vl": ("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+}
 
 
 def loaded(checkpoint: Path) -> Any:
@@ -144,8 +180,14 @@ def write_transformers_js(folder: Path, checkpoint: Path, family: str) -> Path:
     model, graphs = loaded(checkpoint), folder / "onnx"
     graphs.mkdir(parents=True)
     write_tower(graphs / "vision_encoder.onnx", model, family)
-    ids = torch.tensor([[1, 2, 3]])
-    _trace(Embedding(model), {"input_ids": ids}, "inputs_embeds", graphs / "embed_tokens.onnx")
+    _trace(Embedding(model), {"input_ids": torch.tensor([[1, 2, 3]])}, "inputs_embeds", graphs / "embed_tokens.onnx")
+    write_decoder(graphs / "decoder_model_merged.onnx", model)
+    _copy(checkpoint, folder, *_TEXT_FILES, *_IMAGE_FILES)
+    return folder
+
+
+def write_decoder(path: Path, model: Any) -> None:
+    """Write the language model."""
     text = model.config.text_config
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     past = {
@@ -153,19 +195,88 @@ def write_transformers_js(folder: Path, checkpoint: Path, family: str) -> Path:
         for layer in range(text.num_hidden_layers)
         for kind in ("key", "value")
     }
-    axes = (3, 1, 3) if family.startswith("qwen") else (1, 3)
+    axes = (3, 1, 3) if model.config.model_type.startswith("qwen") else (1, 3)
     inputs = {
         "inputs_embeds": torch.randn(1, 3, text.hidden_size),
         "attention_mask": torch.ones(1, 7, dtype=torch.int64),
         "position_ids": torch.arange(4, 7).expand(axes),
         **past,
     }
-    outputs = ["logits", *(name.replace("past_key_values", "present") for name in past)]
-    _trace(Decoder(model), inputs, outputs, graphs / "decoder_model_merged.onnx")
-    for name in (*_TEXT_FILES, *_IMAGE_FILES):
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
+    _trace(Decoder(model), inputs, ["logits", *(name.replace("past_key_values", "present") for name in past)], path)
+
+
+def write_genai(folder: Path, checkpoint: Path, family: str) -> Path:
+    """Write a model in the layout of ONNX Runtime GenAI.
+
+    Its model builder makes text.onnx and genai_config.json, but not of Gemma 3 with transformers 5. Of Qwen2.5-VL there
+    are no files of the checkpoint beside them.
+    """
+    model = loaded(checkpoint)
+    if family == "gemma3":
+        folder.mkdir()
+        write_decoder(folder / "text.onnx", model)
+        decoder = {"filename": "text.onnx", "hidden_size": model.config.text_config.hidden_size}
+        write_json(folder / "genai_config.json", {"model": {"decoder": decoder, "context_length": 512}})
+        _copy(checkpoint, folder, *_TEXT_FILES)
+    else:
+        _build_decoder(folder, checkpoint, model)
+    write_tower(folder / "vision.onnx", model, family)
+    ids = torch.tensor([[1, model.config.image_token_id, 3]])
+    inputs = {"input_ids": ids, "image_features": torch.randn(1, model.config.text_config.hidden_size)}
+    _trace(JoinedEmbedding(model), inputs, "inputs_embeds", folder / "embedding.onnx")
+    path = folder / "genai_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["model"] |= {
+        "type": family,
+        "image_token_id": model.config.image_token_id,
+        "embedding": {"filename": "embedding.onnx", "inputs": {name: name for name in inputs}},
+        "vision": {"filename": "vision.onnx", "inputs": {name: name for name in TOWER_INPUTS[family]}},
+    }
+    write_json(path, config)
+    if family == "qwen2_5_vl":
+        images = json.loads((checkpoint / "preprocessor_config.json").read_text(encoding="utf-8"))
+        write_json(folder / "processor_config.json", genai_processor(images))
+    else:
+        _copy(checkpoint, folder, *_IMAGE_FILES)
     return folder
+
+
+def _build_decoder(folder: Path, checkpoint: Path, model: Any) -> None:
+    """Write text.onnx, genai_config.json and the tokenizer by GenAI's model builder."""
+    from onnxruntime_genai.models.builder import create_model, parse_extra_options
+
+    saved = folder.with_name("saved")
+    model.save_pretrained(saved)  # with the names of classes, which tell the builder what it is
+    _copy(checkpoint, saved, *_TEXT_FILES)
+    paths, options = ("", str(saved), str(folder)), ("fp32", "cpu", str(folder.with_name("cache")))
+    create_model(
+        *paths, *options, **parse_extra_options(*paths, *options, ["exclude_embeds=true", "filename=text.onnx"])
+    )
+
+
+def _copy(source: Path, target: Path, *names: str) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def genai_processor(images: dict[str, Any]) -> dict[str, Any]:
+    """processor_config.json for Qwen2.5-VL as GenAI's examples have it: operations of onnxruntime-extensions."""
+    patches = {name: images[name] for name in ("patch_size", "merge_size")}
+    limits = {name: images[name] for name in ("min_pixels", "max_pixels")}
+    operations = [
+        ("decode_image", "DecodeImage", {"color_space": "RGB"}),
+        ("convert_to_rgb", "ConvertRGB", None),
+        ("resize", "Resize", {"width": 540, "height": 360, "smart_resize": 1, **limits, **patches}),
+        ("rescale", "Rescale", {"rescale_factor": 1 / 255}),
+        ("normalize", "Normalize", {"mean": images["image_mean"], "std": images["image_std"], "qwen2_5_vl": 1}),
+        ("patch_image", "PatchImage", {**patches, "temporal_patch_size": images["temporal_patch_size"]}),
+    ]
+    listed = [
+        {"operation": {"name": name, "type": kind, **({} if attributes is None else {"attrs": attributes})}}
+        for name, kind, attributes in operations
+    ]
+    return {"processor": {"name": "qwen2_5_image_processor", "transforms": listed}}
 
 
 def write_tower(path: Path, model: Any, family: str, grid: str = "image_grid_thw") -> None:
@@ -180,17 +291,21 @@ def write_tower(path: Path, model: Any, family: str, grid: str = "image_grid_thw
     elif family == "qwen2_5_vl":
         patches, size = torch.tensor([[1, 4, 6]]), 3 * 2 * model.config.vision_config.patch_size**2
         inputs = {"pixel_values": torch.randn(24, size), grid: patches}
+    elif family == "lfm2_vl":
+        inputs = {
+            "pixel_values": torch.randn(1, 24, 3 * model.config.vision_config.patch_size**2),
+            "pixel_attention_mask": torch.ones(1, 24, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[4, 6]]),
+        }
     _trace(TOWERS[family](model), inputs, "image_features", path)
 
 
 def _trace(module: nn.Module, inputs: dict[str, Tensor], outputs: str | list[str], path: Path) -> None:
     """Export a module whose dimensions of a first example may vary: batch, tokens and patches."""
     names = [outputs] if isinstance(outputs, str) else outputs
-    varying = {
-        "pixel_values": (0, 1) if inputs.get("pixel_values", torch.ones(1)).dim() == 5 else (0,),
-        "input_ids": (1,),
-    }
-    varying |= {"pixel_attention_mask": (0, 1), "inputs_embeds": (1,), "attention_mask": (1,), "image_features": (0,)}
+    pixels = (0,) if "pixel_attention_mask" not in inputs else (0, 1)
+    varying = {"pixel_values": pixels, "pixel_attention_mask": (0, 1), "image_features": (0,), "input_ids": (1,)}
+    varying |= {"inputs_embeds": (1,), "attention_mask": (1,)}
     varying |= {"position_ids": (inputs["position_ids"].dim() - 1,)} if "position_ids" in inputs else {}
     axes = {name: {axis: f"{name}.{axis}" for axis in varying.get(name, ())} for name in [*inputs, *names]}
     axes |= {name: {2: "past"} for name in inputs if name.startswith("past")}

@@ -20,7 +20,7 @@ import torch
 
 import edgerun
 from edgerun.runtime.images.decoding import decode_image
-from support.vision_exports import loaded, write_transformers_js
+from support.vision_exports import loaded, write_genai, write_transformers_js
 from support.vision_models import random_image, write_vision_checkpoint
 from support.vision_oracle import SIZES, check_answer, check_features, inputs_of, processor_of
 
@@ -32,6 +32,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_transformers_js(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_vision_checkpoint(tmp_path / "checkpoint", family)
     check(write_transformers_js(tmp_path / "model", source, family), source, family, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "lfm2_vl"])
+def test_genai(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime_genai", reason="needs GenAI's model builder")
+    source = write_vision_checkpoint(tmp_path / "checkpoint", family)
+    check(write_genai(tmp_path / "model", source, family), source, family, monkeypatch)
 
 
 def check(folder: Path, source: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
