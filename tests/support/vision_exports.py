@@ -208,8 +208,8 @@ def write_decoder(path: Path, model: Any) -> None:
 def write_genai(folder: Path, checkpoint: Path, family: str) -> Path:
     """Write a model in the layout of ONNX Runtime GenAI.
 
-    Its model builder makes text.onnx and genai_config.json, but not of Gemma 3 with transformers 5. Of Qwen2.5-VL there
-    are no files of the checkpoint beside them.
+    Its model builder makes text.onnx and genai_config.json, but not of Gemma 3 with transformers 5. In the folder of
+    Qwen2.5-VL lies no file of the checkpoint but the tokenizer's.
     """
     model = loaded(checkpoint)
     if family == "gemma3":
