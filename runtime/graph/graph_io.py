@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,6 +22,8 @@ from ..kv.state_buffers import StateType
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
+GraphForm: TypeAlias = tuple[Path, bytes | None]
+"""A file with weights beside it, and the serialized graph where it is another one than in the file."""
 BASE_GRAPH: Final = "base"
 """Name of the model's own graph, which runs every pass that no further graph takes; see `graph_choice.py`."""
 SLOTS_TOGETHER: Final = 256

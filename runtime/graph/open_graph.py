@@ -16,13 +16,15 @@ from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
 from ..prefill import PrefillMode
 from .graph_choice import ChosenGraphs, FurtherGraph
-from .graph_io import CacheMode, GraphIO
+from .graph_io import CacheMode, GraphForm, GraphIO
 from .model_metadata import ModelMetadata, metadata_of
 from .packed_files import prepacked_graph
 from .probe import ProbeResult
 from .session import DecoderGraph, GraphSession, SessionConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..arguments.load_options import LoadOptions
 
 _HELD_TWICE_BYTES: Final = 64 << 20
@@ -157,12 +159,7 @@ def _further_graphs(
     base: GraphSession, file: Path, bundle: Bundle, metadata: ModelMetadata, prefill: PrefillMode, cache: bool
 ) -> list[FurtherGraph]:
     """The further graphs that the model's own graph on the CPU can have, loaded from `file`."""
-    further: list[FurtherGraph] = []
-    if suits_images(bundle, base.graph_io):
-        from ..images.image_graph import FEATURES, ImageGraph  # noqa: PLC0415 -- most models need none
-
-        if bundle.embedding is None or FEATURES in base.optional_inputs:
-            further.append(ImageGraph(file, base, metadata, bundle.hidden_size, processor_of(bundle)))
+    further = list(_image_graphs(base, (file, None), bundle, metadata))
     if bundle.embedding is not None:
         return further
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
@@ -178,6 +175,21 @@ def _further_graphs(
         if bundle.context is None or bundle.context > LEAST_CONTEXT:
             further.append(LongContextGraph(bundle, file, base, metadata, cache=cache))
     return further
+
+
+def _image_graphs(
+    base: GraphSession, form: GraphForm, bundle: Bundle, metadata: ModelMetadata
+) -> Iterator[FurtherGraph]:
+    """The graph for passes with images that a model can have, made from the form of its graph that `base` runs."""
+    if not suits_images(bundle, base.graph_io):
+        return
+    from ..images.image_graph import FEATURES, ImageGraph  # noqa: PLC0415 -- most models need none
+
+    processor = processor_of(bundle)
+    # Attention in both directions was computed wrongly on WebGPU, and is not checked as that of text is.
+    is_right = base.config.device.kind is DeviceKind.CPU or not processor.bidirectional
+    if is_right and (bundle.embedding is None or FEATURES in base.optional_inputs):
+        yield ImageGraph(form, base, metadata, bundle.hidden_size, processor)
 
 
 def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bool:
@@ -219,23 +231,27 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
     # What other devices take would add a fifth to the time in which the package is imported: protobuf, for one.
     from ..gpu_graph.gpu_variant import has_plain_form, variant_for  # noqa: PLC0415 -- see above
 
-    def form(*, plain: bool = False) -> tuple[Path, bytes | None]:
+    def form(*, plain: bool = False) -> GraphForm:
         variant = variant_for(bundle, config, cache=cache, plain=plain)
         return (variant, None) if isinstance(variant, Path) else (bundle.graph, variant)
 
-    def load(graph: Path, model: bytes | None) -> GraphSession:
-        return GraphSession(graph, config, metadata, model=model)
+    def load(form: GraphForm) -> GraphSession:
+        return GraphSession(form[0], config, metadata, model=form[1])
 
-    if not has_plain_form(config):
-        return load(*form())
-    from .plain_passes import TreeGraph, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
+    trees = form()
+    # The positions of text behind an image have three axes in some models, and the plain form takes no positions.
+    if has_plain_form(config) and (bundle.vision is None or processor_of(bundle).axes is None):
+        from .plain_passes import TreeGraph, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
 
-    trees, plain = form(), form(plain=True)
-    tree_io = read_graph_io(*trees, metadata)
-    if not runs_trees_beside(read_graph_io(*plain, metadata), tree_io):
-        return load(*trees)
-    # The form is looked up again for the first tree: until then, one with its weights inside would take memory.
-    return ChosenGraphs(load(*plain), (TreeGraph(lambda: load(*form())),), tree_io)
+        plain, tree_io = form(plain=True), read_graph_io(*trees, metadata)
+        if runs_trees_beside(read_graph_io(*plain, metadata), tree_io):
+            base = load(plain)
+            # The form is looked up again for the first tree: until then, one with its weights inside would take memory.
+            further = [*_image_graphs(base, plain, bundle, metadata), TreeGraph(lambda: load(form()))]
+            return ChosenGraphs(base, further, tree_io)
+    base = load(trees)
+    images = list(_image_graphs(base, trees, bundle, metadata))
+    return ChosenGraphs(base, images) if images else base
 
 
 def graph_to_load(bundle: Bundle, config: SessionConfig, *, cache: bool) -> Path:

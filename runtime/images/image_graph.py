@@ -20,6 +20,7 @@ from ...models.onnx_file.model_messages import Message, tensor, value_info
 from ..graph.attention_edits import rotate_outside
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import IMAGES, FurtherGraph
+from ..graph.graph_io import GraphForm
 from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from .image_processor import ImageProcessor
@@ -37,7 +38,7 @@ class ImageGraph(FurtherGraph):
     """The graph for passes with images.
 
     Args:
-        graph: the file from which the model's own graph was loaded.
+        form: the model's own graph.
         own: that graph.
         metadata: what the files beside it say.
         hidden_size: channels of an embedding.
@@ -48,9 +49,14 @@ class ImageGraph(FurtherGraph):
     required = True
 
     def __init__(
-        self, graph: Path, own: GraphSession, metadata: ModelMetadata, hidden_size: int, processor: ImageProcessor
+        self,
+        form: GraphForm,
+        own: GraphSession,
+        metadata: ModelMetadata,
+        hidden_size: int,
+        processor: ImageProcessor,
     ) -> None:
-        self._graph: Final = graph
+        self._form: Final = form
         self._own: Final = own if FEATURES in own.optional_inputs else None
         """The model's own graph where that takes features too, as it does if its embedding was a graph of its own."""
         self._hidden_size: Final = hidden_size
@@ -86,17 +92,19 @@ class ImageGraph(FurtherGraph):
         """
         if self._own is not None:
             return self._own
+        graph, serialized = self._form
         try:
             model, self._tables = image_graph(
-                self._graph,
+                graph,
                 self._hidden_size,
                 self._processor.layers,
                 bidirectional=self._processor.bidirectional,
                 own_rotation=self._processor.axes is not None,
+                model=serialized,
             )
         except CannotRewriteError as error:
-            raise BundleError(f"{self._graph} cannot take images: {error}", "export it with edge-run export") from error
-        return GraphSession(self._graph, self._config, self._metadata, model=model)
+            raise BundleError(f"{graph} cannot take images: {error}", "export it with edge-run export") from error
+        return GraphSession(graph, self._config, self._metadata, model=model)
 
 
 def image_graph(
@@ -151,7 +159,14 @@ def image_graph(
                 number = changed.index(output)
                 at = editor.constant(f"images.{number}", np.array(number, np.int64))
                 yield onnx_node("Gather", [FEATURES, at], f"{FEATURES}.{number}", axis=0)
-                yield onnx_node("Cast", [f"{FEATURES}.{number}"], f"{FEATURES}.{number}.cast", to=types.get(output, 1))
+                values, cast = f"{FEATURES}.{number}", f"{FEATURES}.{number}.cast"
+                # Graphs of other tools state their types, and may be older than CastLike.
+                known = types.get(output)
+                yield (
+                    onnx_node("Cast", [values], cast, to=known)
+                    if known
+                    else onnx_node("CastLike", [values, output], cast)
+                )
                 how = "add" if number else "none"
                 inputs = [output, ROWS, f"{FEATURES}.{number}.cast"]
                 yield onnx_node("ScatterND", inputs, f"{output}.seen", reduction=how)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
+from ..devices.providers import cpu_device
 from ..graph.graph_choice import IMAGES, ChosenGraphs
 from ..graph.ort import ORT_ERRORS, run_failure
 from ..graph.session import DecoderGraph, SessionConfig, graph_values, load_graph
@@ -116,13 +117,15 @@ class VisionModel:
 def open_vision(bundle: Bundle, config: SessionConfig, graph: DecoderGraph, *, cache: bool) -> VisionModel | None:
     """The vision tower of a model, beside its loaded graph; None for a model that reads text alone.
 
+    It runs on the CPU also where the graph does not: only a GPU's attention over text is checked.
+
     Raises:
         BundleError: as for `VisionModel`.
     """
     if not isinstance(graph, ChosenGraphs) or all(each.name != IMAGES for each in graph.further):
         return None
     # Idle threads must not spin beside the threads of the model's own graph.
-    return VisionModel(bundle, replace(config, shares_cores=True, kv_scales=None), cache=cache)
+    return VisionModel(bundle, replace(config, device=cpu_device(), shares_cores=True, kv_scales=None), cache=cache)
 
 
 class SeenImage:

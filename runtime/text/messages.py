@@ -200,8 +200,8 @@ class ChatPrompt:
         if not images:
             return text
         if self.vision is None:
-            hint = "choose a model that was exported with a vision tower, and run it on the CPU"
-            raise InputError("the model reads text alone, and a message has an image", hint)
+            hint = "choose a model that was exported with a vision tower, and run it on the CPU: --device cpu"
+            raise InputError("the model reads text alone here, and a message has an image", hint)
         placeholder, texts, found = self.vision.placeholder, [self.vision.text_of(each) for each in images], 0
 
         def replaced(token: str) -> str:

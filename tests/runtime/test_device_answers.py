@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from support.devices import require_gpu, run_json_script
+from support.devices import require_gpu, run_edge_run, run_json_script
 from support.shared_data import data_path
+from support.vision_models import random_image, seeing_bundle
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "device_programs.py"
 BEST_BYTES = 64 * 12
@@ -39,6 +40,28 @@ def test_answers_are_those_of_the_cpu(tiny_bundle: Path, tmp_path: Path, gpu: st
     arguments = ("compare_answers", tiny_bundle, tmp_path, 8, gpu)
     found = run_json_script(PROGRAMS, *arguments, environment=environment)
     check_answers(found, in_parts=gpu == "webgpu")
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl"])
+def test_images_on_a_gpu_are_seen_as_on_the_cpu(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("edgerun.export", reason="needs the export extra")
+    environment = require_gpu("webgpu")
+    bundle = seeing_bundle(tmp_path, family)
+    (tmp_path / "image.png").write_bytes(random_image())
+    arguments = ("compare_images", bundle, tmp_path / "image.png", "webgpu")
+    found = run_json_script(PROGRAMS, *arguments, environment=environment)
+    assert found["device"] == pytest.approx(found["cpu"], abs=1e-4)
+
+
+def test_a_family_whose_images_a_gpu_does_not_take(tmp_path: Path) -> None:
+    pytest.importorskip("edgerun.export", reason="needs the export extra")
+    environment = require_gpu("webgpu")
+    bundle = seeing_bundle(tmp_path, "gemma3")
+    (tmp_path / "image.png").write_bytes(random_image())
+    command = ("-p", "what is it?", "--image", str(tmp_path / "image.png"), "--device", "webgpu")
+    ended = run_edge_run(str(bundle), *command, environment=environment)
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith("run it on the CPU: --device cpu")
 
 
 @pytest.mark.nightly

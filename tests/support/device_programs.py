@@ -265,5 +265,22 @@ def compare_answers(bundle: str, folder: str, count: str, device_name: str) -> N
     print(json.dumps(found))
 
 
+def compare_images(bundle: str, image: str, device_name: str) -> None:
+    """Log-probabilities of the first token of answers about an image and about text, and of one behind an image."""
+    found: dict[str, list[float]] = {}
+    for name in ("cpu", device_name):
+        with edgerun.load(bundle, device=name, threads=1, draft=None) as engine:
+            seen = [{"type": "image", "image": Path(image)}, {"type": "text", "text": "what is it?"}]
+            said: list[dict[str, Any]] = [
+                {"role": "user", "content": seen},
+                {"role": "assistant", "content": "a"},
+                {"role": "user", "content": "and?"},
+            ]
+            asked: list[list[dict[str, Any]]] = [said[:1], said, [{"role": "user", "content": "what is it?"}]]
+            replies = [engine.generate(each, max_tokens=1, temperature=0, logprobs=1) for each in asked]
+            found[name] = [reply.logprobs[0].logprob for reply in replies]
+    print(json.dumps({"cpu": found["cpu"], "device": found[device_name]}))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -134,7 +134,7 @@ def test_cuda_that_would_be_the_cpu(request_: str, said: str) -> None:
 
 
 def test_cuda_of_python_packages_is_loaded_once_and_silently() -> None:
-    said = run_script(WITH_CUDA, environment={})
+    said = run_script(WITH_CUDA, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert said == "['CUDAExecutionProvider'] ['CUDAExecutionProvider'] ['preloaded']\n"
 
 
