@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...errors import CheckpointError
@@ -87,6 +87,10 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
             f"config.json: hidden_act {shown(activation)} of vision_config is not supported",
             f"supported are {', '.join(_ACTIVATIONS)}",
         )
+    if files.has_any(
+        f"{tower}.{family.layers}.0.attn.q."
+    ):  # GGUF files of Qwen2.5-VL have queries, keys and values apart
+        family = replace(family, qkv=("attn.q", "attn.k", "attn.v"))
     settings = {**settings, **{name: settings.get(own) for name, own in family.settings.items()}}
     side = count(settings, "image_size") // count(settings, "patch_size")
     if (learned := settings.get("num_position_embeddings")) is not None:

@@ -18,8 +18,16 @@ import numpy.typing as npt
 from ...models.gguf_header import GgufHeader
 from ...models.manifest import MIN_CONTEXT
 
-ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
-"""Supported general.architecture values, which are also the model_type; Mistral and SmolLM files say llama."""
+ARCHITECTURES: Final = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
+    "gemma3": "gemma3_text",
+    "lfm2": "lfm2",
+}
+"""The model_type of the supported general.architecture values; Mistral and SmolLM files say llama."""
 
 _NEUTRAL_VALUES: Final = {
     **dict.fromkeys(("expert_count", "attention.sliding_window", "attn_logit_softcapping"), 0),
@@ -54,7 +62,7 @@ def config_settings(
     name = architecture(metadata)
     for setting, neutral in _NEUTRAL_VALUES.items():
         value = metadata.number(f"{name}.{setting}")
-        if value not in (None, 0, neutral):
+        if value not in (None, 0, neutral) and (name, setting) != ("gemma3", "attention.sliding_window"):
             raise metadata.wrong(
                 f"{name}.{setting} is {value:g}, which is not supported", "export the model's Hugging Face checkpoint"
             )
@@ -66,26 +74,62 @@ def config_settings(
     base = metadata.positive(f"{name}.rope.freq_base") or 10000.0
     settings: dict[str, Any] = {
         "architectures": [f"{name.capitalize()}ForCausalLM"],
-        "model_type": name,
+        "model_type": ARCHITECTURES[name],
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": metadata.required_count(f"{name}.feed_forward_length"),
         "num_hidden_layers": metadata.required_count(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.count(f"{name}.attention.head_count_kv", 1) or heads,
+        "num_key_value_heads": max(_kv_heads(metadata, name, heads)),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.required_count(f"{name}.context_length", MIN_CONTEXT),
         "rms_norm_eps": metadata.required(metadata.positive, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": base,
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
+        **_own_settings(metadata, name, heads, hidden, head_dim),
     }
-    if name != "qwen2":  # qwen2 always has biases and no setting for them
+    if not name.startswith("qwen2"):  # qwen2 always has biases and no setting for them
         settings["attention_bias"] = any(tensor.endswith("attn_q.bias") for tensor in tensors)
     if name == "llama":
         settings["mlp_bias"] = any(tensor.endswith("ffn_gate.bias") for tensor in tensors)
     scaling = rope_scaling(metadata, name, base, head_dim, rope_factors)
     return settings if scaling is None else {**settings, "rope_scaling": scaling}
+
+
+def _kv_heads(metadata: GgufHeader, name: str, heads: int) -> list[int]:
+    """Numbers of key and value heads: one for all layers, or one of each, 0 for a convolution."""
+    key = f"{name}.attention.head_count_kv"
+    if name == "lfm2" and isinstance(metadata.metadata.get(key), list):
+        return metadata.required(metadata.counts, key)
+    return [metadata.count(key, 1) or heads]
+
+
+def _own_settings(metadata: GgufHeader, name: str, heads: int, hidden: int, head_dim: int) -> dict[str, Any]:
+    """The settings that a family alone has."""
+    layers = metadata.required_count(f"{name}.block_count")
+    if name == "gemma3":
+        # llama.cpp tells Gemma 3 27B, whose scores have another factor, by its number of layers.
+        scalar = hidden // heads if layers == 62 else head_dim
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": scalar,
+            "sliding_window": metadata.required_count(f"{name}.attention.sliding_window"),
+            "sliding_window_pattern": metadata.count(f"{name}.attention.sliding_window_pattern", 1) or 6,
+            "rope_local_base_freq": metadata.positive(f"{name}.rope.freq_base_swa") or 10_000.0,
+        }
+    if name == "lfm2":
+        kinds = ["full_attention" if count else "conv" for count in _kv_heads(metadata, name, heads)]
+        return {
+            "layer_types": kinds,
+            "conv_L_cache": metadata.required_count(f"{name}.shortconv.l_cache"),
+            "norm_eps": metadata.required(metadata.positive, f"{name}.attention.layer_norm_rms_epsilon"),
+            "block_auto_adjust_ff_dim": False,
+        }
+    sections = metadata.counts(f"{name}.rope.dimension_sections")
+    if sections is None:
+        return {}
+    return {"rope_scaling": {"rope_type": "default", "mrope_section": sections[:3]}}
 
 
 def architecture(metadata: GgufHeader) -> str:

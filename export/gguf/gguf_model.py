@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from ...errors import CheckpointError, InputError
 from ...models.gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from ...models.manifest import WeightFormat
@@ -26,13 +28,14 @@ from ..checkpoint.source import (
 )
 from .config_json import ROPE_FACTORS, architecture, config_settings
 from .gguf_tokenizer import GgufTokenizer
-from .mmproj import IMAGE_TOKEN, checkpoint_name, find_mmproj, processor_settings, seeing_config, unknown_tensor
+from .mmproj import Mmproj, find_mmproj
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _OUTER_TENSORS: Final = {
     "token_embd.weight": EMBEDDING,
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
     "output.weight": HEAD,
     ROPE_FACTORS: ROPE_FACTORS,
 }
@@ -49,7 +52,28 @@ _LAYER_TENSORS: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER_TENSOR_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+)\.(weight|bias)")
+_OF_FAMILY: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "lfm2": {
+        "attn_norm": "operator_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+    },
+}
+"""Modules of a layer that have other names in a family."""
+_LAYER_TENSOR_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
 
 
 def is_gguf(path: Path) -> bool:
@@ -91,17 +115,20 @@ class GgufModel(ModelSource):
         layers = self._header.required_count(f"{self._family}.block_count")
         self._tensors: dict[str, StoredTensor] = {}
         self._gguf_names: dict[str, str] = {}
+        modules = {**_LAYER_TENSORS, **_OF_FAMILY.get(self._family, {})}
         for gguf_name, tensor in header.tensors.items():
             name, block = _OUTER_TENSORS.get(gguf_name), _LAYER_TENSOR_NAME.fullmatch(gguf_name)
-            if block is not None and block[2] in _LAYER_TENSORS and int(block[1]) < layers:
-                name = f"model.layers.{block[1]}.{_LAYER_TENSORS[block[2]]}.{block[3]}"
+            if block is not None and block[2] in modules and int(block[1]) < layers:
+                name = f"model.layers.{block[1]}.{modules[block[2]]}.{block[3]}"
             if name is None:
                 raise CheckpointError(
                     f"{self._path} holds {gguf_name[:60]!r}, "
                     f"which is not part of a {self._family} model with {layers} layers",
                     "export the model's Hugging Face checkpoint instead",
                 )
-            self._tensors[name], self._gguf_names[name] = tensor, gguf_name
+            is_conv = name.endswith(".conv.conv.weight") and len(tensor.shape) == 2
+            shape = (tensor.shape[0], 1, tensor.shape[1]) if is_conv else tensor.shape
+            self._tensors[name], self._gguf_names[name] = tensor._replace(shape=shape), gguf_name
         embedding = header.tensors.get("token_embd.weight")
         if embedding is None:
             raise header.missing("token_embd.weight", AGAIN)
@@ -111,7 +138,7 @@ class GgufModel(ModelSource):
             embedding.shape[0],
             self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
         )
-        projector = find_mmproj(self._path) if self._family == "llama" else None
+        projector = find_mmproj(self._path, self._family)
         self.vision: GgufTower | None = None if projector is None else GgufTower(projector, folder)
         """The vision tower in a file beside this one."""
 
@@ -125,9 +152,9 @@ class GgufModel(ModelSource):
         tokens = vocabulary.token_ids()
         config = {**self._settings, **tokens}
         if self.vision is not None:
-            image = vocabulary.find(IMAGE_TOKEN)
-            config = {**seeing_config(self.vision.header, config, image), **tokens}
-            self._write("preprocessor_config.json", processor_settings(self.vision.header, config))
+            mmproj = self.vision.mmproj
+            config = {**mmproj.seeing_config(config, vocabulary.find(mmproj.projector.image_token)), **tokens}
+            self._write("preprocessor_config.json", mmproj.processor_settings(config))
         self._write("config.json", config)
         self._write("generation_config.json", tokens)
         self._write("tokenizer_config.json", vocabulary.tokenizer_config())
@@ -158,6 +185,10 @@ class GgufModel(ModelSource):
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a matrix, or of a vector as a matrix of one column, as float32."""
         weights = self._type_of(rows.name).decode(self._raw_rows(rows))
+        if rows.name.endswith("soft_emb_norm.weight") or (
+            self._family == "gemma3" and rows.name.endswith("norm.weight")
+        ):
+            weights = weights - 1  # llama.cpp stores what Gemma's norms scale by, which is 1 + weight
         return require_finite(self._gguf_names[rows.name], weights, AGAIN)
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
@@ -236,19 +267,37 @@ class GgufModel(ModelSource):
 class GgufTower(GgufModel):
     """The tensors of a vision tower in a GGUF file, by their Hugging Face names."""
 
-    def __init__(self, header: GgufHeader, folder: Path) -> None:
+    def __init__(self, mmproj: Mmproj, folder: Path) -> None:
         """Map tensor names, without reading weights.
 
         Raises:
             CheckpointError: the file adds a tensor.
         """
-        self.folder, self.header = folder, header
-        self._path, self._header, self._family = header.path, header, "clip"
+        self.folder, self.mmproj = folder, mmproj
+        self._path, self._header, self._family = mmproj.header.path, mmproj.header, "clip"
         self._tensors, self._gguf_names = {}, {}
-        for gguf_name, tensor in header.tensors.items():
-            if (name := checkpoint_name(gguf_name)) is None:
-                raise unknown_tensor(header, gguf_name)
+        for gguf_name, tensor in mmproj.header.tensors.items():
+            name = mmproj.checkpoint_name(gguf_name)
             self._tensors[name], self._gguf_names[name] = tensor, gguf_name
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor exists with that shape; kernels of patches have another one in the file."""
+        if len(shape) == 5:  # a kernel for each frame
+            for each in (name, f"{name}.1"):
+                super().require(each, (*shape[:2], *shape[3:]))
+        elif self.mmproj.kind == "lfm2" and name.endswith("patch_embedding.weight"):
+            side = math.isqrt(shape[1] // 3)
+            super().require(name, (shape[0], 3, side, side))
+        else:
+            super().require(name, shape)
+
+    def read(self, name: str) -> Float32Array:
+        """Read a whole tensor as float32, in the shape that a checkpoint has."""
+        weights = super().read(name)
+        if f"{name}.1" in self._tensors:
+            return np.stack([weights, super().read(f"{name}.1")], axis=2)
+        is_flat = self.mmproj.kind == "lfm2" and name.endswith("patch_embedding.weight")
+        return weights.transpose(0, 2, 3, 1).reshape(len(weights), -1) if is_flat else weights
 
     def has_any(self, prefix: str) -> bool:
         """Whether the name of some tensor begins like that."""

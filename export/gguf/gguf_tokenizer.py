@@ -18,7 +18,15 @@ from ...runtime.text.tokenizer_library import failures_as
 
 _SPACE: Final = "\u2581"
 """The character that SentencePiece writes for a space."""
-_END_TOKENS: Final = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+_END_TOKENS: Final = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+)
 """Special tokens that always end a turn or a text; many files name only one of those a model has."""
 
 
@@ -52,7 +60,8 @@ BYTE_LEVEL: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offse
 
 PRE_TOKENIZERS: Final[Mapping[str, PreTokenizer]] = {
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"), PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"),
+        PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "megrez"), PreTokenizer((_QWEN2,), nfc=True)),

@@ -1,25 +1,17 @@
-"""Vision towers in GGUF files of their own (mmproj), as llama.cpp's converter writes them for Idefics3 and SmolVLM."""
+"""Vision towers in GGUF files of their own (mmproj), as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import CheckpointError
 from ...models.gguf_header import AGAIN, GgufHeader, read_gguf_header
 
-PROJECTOR: Final = "idefics3"
-IMAGE_TOKEN: Final = "<image>"  # noqa: S105 -- not a password
-_TOWER: Final = "model.vision_model"
-_OUTER: Final = {
-    "v.patch_embd": f"{_TOWER}.embeddings.patch_embedding",
-    "v.position_embd": f"{_TOWER}.embeddings.position_embedding",
-    "v.post_ln": f"{_TOWER}.post_layernorm",
-    "mm.model.fc": "model.connector.modality_projection.proj",
-}
-_OF_LAYER: Final = {
+_SIGLIP_LAYER: Final = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -29,82 +21,235 @@ _OF_LAYER: Final = {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
-_LAYER: Final = re.compile(r"v\.blk\.(0|[1-9]\d{0,3})\.(\w+)")
+_QWEN_LAYER: Final = {
+    "attn_qkv": "attn.qkv",
+    "attn_q": "attn.q",
+    "attn_k": "attn.k",
+    "attn_v": "attn.v",
+    "attn_out": "attn.proj",
+    "ln1": "norm1",
+    "ln2": "norm2",
+}
+_LAYER: Final = re.compile(r"v\.(blk|deepstack)\.(0|[1-9]\d{0,3})\.(\w+)")
+_DEEPSTACK: Final = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+_TEMPORAL: Final = 2
+"""Number of kernels of a patch in towers of Qwen-VL, which take an image as two frames."""
 
 
-def find_mmproj(model: Path) -> GgufHeader | None:
+@dataclass(frozen=True)
+class Projector:
+    """How a kind of projector, and of towers with it, is called in a Hugging Face checkpoint."""
+
+    architecture: str
+    """The general.architecture of the language model beside it."""
+    model_type: str
+    text_type: str
+    """The model_type of the language model in config.json."""
+    image_token: str
+    layers: str
+    """Module with the layers."""
+    layer: Mapping[str, str]
+    """Modules of a layer, by their names in the file."""
+    outer: Mapping[str, str]
+    """Other modules."""
+
+
+def _siglip(tower: str) -> dict[str, str]:
+    return {
+        "v.patch_embd": f"{tower}.embeddings.patch_embedding",
+        "v.position_embd": f"{tower}.embeddings.position_embedding",
+        "v.post_ln": f"{tower}.post_layernorm",
+    }
+
+
+def _qwen(tower: str, merger: tuple[str, str, str]) -> dict[str, str]:
+    names = dict(zip(("v.post_ln", "mm.0", "mm.2"), (f"{tower}.merger.{each}" for each in merger), strict=True))
+    return {"v.patch_embd": f"{tower}.patch_embed.proj", "v.position_embd": f"{tower}.pos_embed", **names}
+
+
+_IDEFICS3, _GEMMA3, _LFM2 = "model.vision_model", "vision_tower.vision_model", "model.vision_tower.vision_model"
+_QWEN2_5, _QWEN3, _LFM2_PROJECTOR = "visual", "model.visual", "model.multi_modal_projector"
+PROJECTORS: Final[Mapping[str, Projector]] = {
+    "idefics3": Projector(
+        *("llama", "smolvlm", "llama", "<image>"),
+        *(f"{_IDEFICS3}.encoder.layers", _SIGLIP_LAYER),
+        {**_siglip(_IDEFICS3), "mm.model.fc": "model.connector.modality_projection.proj"},
+    ),
+    "gemma3": Projector(
+        *("gemma3", "gemma3", "gemma3_text", "<image_soft_token>"),
+        *(f"{_GEMMA3}.encoder.layers", _SIGLIP_LAYER),
+        {
+            **_siglip(_GEMMA3),
+            "mm.input_projection": "multi_modal_projector.mm_input_projection",
+            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+        },
+    ),
+    "qwen2.5vl_merger": Projector(
+        *("qwen2vl", "qwen2_5_vl", "qwen2_5_vl_text", "<|image_pad|>"),
+        f"{_QWEN2_5}.blocks",
+        {**_QWEN_LAYER, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        _qwen(_QWEN2_5, ("ln_q", "mlp.0", "mlp.2")),
+    ),
+    "qwen3vl_merger": Projector(
+        *("qwen3vl", "qwen3_vl", "qwen3_vl_text", "<|image_pad|>"),
+        f"{_QWEN3}.blocks",
+        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        _qwen(_QWEN3, ("norm", "linear_fc1", "linear_fc2")),
+    ),
+    "lfm2": Projector(
+        *("lfm2", "lfm2_vl", "lfm2", "<image>"),
+        *(f"{_LFM2}.encoder.layers", _SIGLIP_LAYER),
+        {
+            **_siglip(_LFM2),
+            "mm.input_norm": f"{_LFM2_PROJECTOR}.layer_norm",
+            "mm.1": f"{_LFM2_PROJECTOR}.linear_1",
+            "mm.2": f"{_LFM2_PROJECTOR}.linear_2",
+        },
+    ),
+}
+"""By clip.projector_type."""
+
+
+class Mmproj:
+    """The header of a vision tower's file."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        """Find out what kind of tower it is.
+
+        Raises:
+            CheckpointError: its projector is not supported.
+        """
+        self.header: Final = header
+        kind = header.text("clip.projector_type") or header.text("clip.vision.projector_type")
+        if kind is None or kind not in PROJECTORS:
+            what = f"the vision tower has a projector of the kind {str(kind)[:40]!r}"
+            hint = f"supported are {', '.join(PROJECTORS)}: export the model's checkpoint, or move the file away"
+            raise header.wrong(what, hint)
+        self.kind: Final[str] = kind
+        self.projector: Final = PROJECTORS[kind]
+        flags = header.metadata.get("clip.vision.is_deepstack_layers")
+        self.deepstack: Final = [number for number, flag in enumerate(flags if isinstance(flags, list) else []) if flag]
+        """Layers that give features too."""
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name of a tensor in a Hugging Face checkpoint.
+
+        Raises:
+            CheckpointError: it is not part of such a tower.
+        """
+        frame = ".1" if name == "v.patch_embd.weight.1" else ""
+        module, _, kind = name.removesuffix(frame).rpartition(".")
+        layer, found = _LAYER.fullmatch(module), self.projector.outer.get(module)
+        if layer is not None and layer[1] == "blk" and layer[3] in self.projector.layer:
+            found = f"{self.projector.layers}.{layer[2]}.{self.projector.layer[layer[3]]}"
+        elif layer is not None and int(layer[2]) in self.deepstack and layer[3] in _DEEPSTACK:
+            number = self.deepstack.index(int(layer[2]))
+            found = f"{_QWEN3}.deepstack_merger_list.{number}.{_DEEPSTACK[layer[3]]}"
+        if found is None:
+            raise self.header.wrong(f"{name[:60]!r} is not part of a vision tower of the kind {self.kind}", AGAIN)
+        return f"{found}_weight" if module == "mm.input_projection" else f"{found}.{kind}{frame}"
+
+    def seeing_config(self, text: Mapping[str, Any], image_token: int | None) -> dict[str, Any]:
+        """The config.json of a model with that tower and a language model.
+
+        Raises:
+            CheckpointError: the file lacks a setting or a tensor, or the vocabulary has no image token.
+        """
+        header = self.header
+        if image_token is None:
+            what = f"the language model has no token {self.projector.image_token}"
+            raise header.wrong(what, "the files belong to different models")
+        is_qwen, vision = self.projector.text_type.endswith("_vl_text"), self._vision_settings()
+        if not is_qwen:
+            vision["layer_norm_eps"] = header.required(header.positive, "clip.vision.attention.layer_norm_epsilon")
+        side = vision["image_size"] // vision["patch_size"]
+        default = {"gemma3": 4, "idefics3": None}.get(self.kind, _TEMPORAL)
+        factor = header.count("clip.vision.projector.scale_factor", 1) or default
+        if factor is None:
+            raise header.missing("clip.vision.projector.scale_factor")
+        merged: dict[str, Any] = {"scale_factor": factor, "downsample_factor": factor}
+        if self.kind == "gemma3":
+            merged = {"mm_tokens_per_image": (side // factor) ** 2}
+        elif self.kind == "lfm2":
+            merged |= {"projector_hidden_size": self._rows("mm.1.weight")}
+        return {
+            "model_type": self.projector.model_type,
+            "text_config": {**text, "model_type": self.projector.text_type},
+            "vision_config": vision,
+            "image_token_id": image_token,
+            "tie_word_embeddings": text["tie_word_embeddings"],
+            **({} if is_qwen else merged),
+        }
+
+    def _vision_settings(self) -> dict[str, Any]:
+        header, is_qwen = self.header, self.projector.text_type.endswith("_vl_text")
+        counts = {
+            "hidden_size": "embedding_length",
+            "intermediate_size": "feed_forward_length",
+            "depth" if is_qwen else "num_hidden_layers": "block_count",
+            "num_heads" if is_qwen else "num_attention_heads": "attention.head_count",
+            "image_size": "image_size",
+            "patch_size": "patch_size",
+        }
+        vision: dict[str, Any] = {name: header.required_count(f"clip.vision.{key}") for name, key in counts.items()}
+        if self.kind == "qwen2.5vl_merger":
+            period = header.required_count("clip.vision.n_wa_pattern")
+            vision["fullatt_block_indexes"] = list(range(period - 1, vision["depth"], period))
+            vision["window_size"] = header.count("clip.vision.window_size", 1) or 112
+        elif self.kind == "qwen3vl_merger":
+            vision["num_position_embeddings"] = self._rows("v.position_embd.weight")
+            vision["deepstack_visual_indexes"] = self.deepstack
+            vision["spatial_merge_size"] = header.count("clip.vision.spatial_merge_size", 1) or 2
+        elif self.kind == "lfm2":
+            vision["num_patches"] = self._rows("v.position_embd.weight")
+        return vision
+
+    def processor_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The preprocessor_config.json of such a model; errors as for `seeing_config`."""
+        header, vision = self.header, config["vision_config"]
+        side, patch = vision["image_size"], vision["patch_size"]
+        channels = {
+            name: header.required(header.numbers, f"clip.vision.{name}") for name in ("image_mean", "image_std")
+        }
+        if self.kind == "gemma3":
+            tokens = config["mm_tokens_per_image"]
+            return {"size": {"height": side, "width": side}, "image_seq_length": tokens, **channels}
+        if self.kind == "lfm2":
+            return {"encoder_patch_size": patch, "downsample_factor": config["downsample_factor"], **channels}
+        if self.kind != "idefics3":
+            limits = {name: header.count(f"clip.vision.image_{name}", 1) for name in ("min_pixels", "max_pixels")}
+            merge = {"patch_size": patch, "merge_size": vision.get("spatial_merge_size", 2)}
+            return {**merge, "temporal_patch_size": _TEMPORAL, **{k: v for k, v in limits.items() if v}, **channels}
+        longest = header.count("clip.vision.preproc_image_size", 1) or side
+        return {
+            "max_image_size": {"longest_edge": side},
+            "size": {"longest_edge": longest},
+            "do_image_splitting": longest > side,
+            "image_seq_len": (side // patch // config["scale_factor"]) ** 2,
+            **channels,
+        }
+
+    def _rows(self, name: str) -> int:
+        """Rows of a tensor."""
+        if name not in self.header.tensors:
+            raise self.header.missing(name, AGAIN)
+        return self.header.tensors[name].shape[0]
+
+
+def find_mmproj(model: Path, architecture: str) -> Mmproj | None:
     """The vision tower beside a GGUF model: the only file in its folder with mmproj in its name; None for none.
 
     Raises:
         CheckpointError: there are several, or it is damaged or of another family.
     """
     found = sorted(each for each in model.parent.glob("*.gguf") if "mmproj" in each.name.lower() and each != model)
-    if not found:
+    if not found or all(each.architecture != architecture for each in PROJECTORS.values()):
         return None
     if len(found) > 1:
         names = ", ".join(each.name for each in found[:4])
         raise CheckpointError(f"{model.parent} has several vision towers: {names}", "keep one of them beside the model")
-    header = read_gguf_header(found[0])
-    kind = header.text("clip.projector_type") or header.text("clip.vision.projector_type")
-    if kind != PROJECTOR:
-        what = f"the vision tower has a projector of the kind {str(kind)[:40]!r}"
-        hint = f"supported is {PROJECTOR}: export the model's Hugging Face checkpoint, or move the file away"
-        raise header.wrong(what, hint)
-    return header
-
-
-def checkpoint_name(name: str) -> str | None:
-    """The name of a tensor in a Hugging Face checkpoint; None for one that is not part of a tower."""
-    module, _, kind = name.rpartition(".")
-    layer = _LAYER.fullmatch(module)
-    if layer is not None and layer[2] in _OF_LAYER:
-        return f"{_TOWER}.encoder.layers.{layer[1]}.{_OF_LAYER[layer[2]]}.{kind}"
-    return f"{_OUTER[module]}.{kind}" if module in _OUTER else None
-
-
-def seeing_config(header: GgufHeader, text: Mapping[str, Any], image_token: int | None) -> dict[str, Any]:
-    """The config.json of a model with that tower and a language model.
-
-    Raises:
-        CheckpointError: the file lacks a setting, or the vocabulary has no image token.
-    """
-    if image_token is None:
-        raise header.wrong(f"the language model has no token {IMAGE_TOKEN}", "the files belong to different models")
-    counts = {
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_hidden_layers": "block_count",
-        "num_attention_heads": "attention.head_count",
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-    }
-    vision: dict[str, Any] = {name: header.required_count(f"clip.vision.{key}") for name, key in counts.items()}
-    vision["layer_norm_eps"] = header.required(header.positive, "clip.vision.attention.layer_norm_epsilon")
-    return {
-        "model_type": "smolvlm",
-        "text_config": dict(text),
-        "vision_config": vision,
-        "scale_factor": header.required_count("clip.vision.projector.scale_factor"),
-        "image_token_id": image_token,
-        "tie_word_embeddings": text["tie_word_embeddings"],
-    }
-
-
-def processor_settings(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The preprocessor_config.json of such a model; errors as for `seeing_config`."""
-    side = config["vision_config"]["image_size"]
-    squares = side // config["vision_config"]["patch_size"] // config["scale_factor"]
-    channels = {name: header.required(header.numbers, f"clip.vision.{name}") for name in ("image_mean", "image_std")}
-    longest = header.count("clip.vision.preproc_image_size", 1) or side
-    return {
-        "max_image_size": {"longest_edge": side},
-        "size": {"longest_edge": longest},
-        "do_image_splitting": longest > side,
-        "image_seq_len": squares**2,
-        **channels,
-    }
-
-
-def unknown_tensor(header: GgufHeader, name: str) -> CheckpointError:
-    """The error for a tensor that is not part of a tower."""
-    return header.wrong(f"{name[:60]!r} is not part of a vision tower of the kind {PROJECTOR}", AGAIN)
+    tower = Mmproj(read_gguf_header(found[0]))
+    if tower.projector.architecture != architecture:
+        what = f"its projector ({tower.kind}) is not one for models of the architecture {architecture}"
+        raise tower.header.wrong(what, "the files belong to different models: move one of them away")
+    return tower

@@ -31,6 +31,28 @@ NAMES: Final = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+FAMILY_NAMES: Final = {
+    "gemma3_text": {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "lfm2": {
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.w3": "ffn_up",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+    },
+}
+ARCHITECTURES: Final = {"gemma3_text": "gemma3", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl"}
+"""general.architecture where it is not the model_type."""
 Array = npt.NDArray[Any]
 
 
@@ -59,12 +81,14 @@ def write_gguf(
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     weights = {name: value.astype(np.float32) for name, value in load_file(checkpoint / "model.safetensors").items()}
-    named = {gguf_name(name): permuted(name, value, config) for name, value in weights.items()} | dict(tensors or {})
+    family = config["model_type"]
+    named = {gguf_name(name, family): permuted(name, value, config) for name, value in weights.items()}
+    named |= dict(tensors or {})
     metadata = model_metadata(config) | tokenizer_metadata(checkpoint) | dict(also or {})
     chosen = [name for name in named if name not in without]
     for number in range(parts):
         file = path if parts == 1 else path.with_name(f"{path.stem}-{number + 1:05}-of-{parts:05}.gguf")
-        writer = gguf.GGUFWriter(file, config["model_type"])
+        writer = gguf.GGUFWriter(file, ARCHITECTURES.get(family, family))
         if parts > 1:
             metadata |= {"split.count": np.uint16(parts), "split.no": np.uint16(number)}
         if number == 0:
@@ -91,17 +115,22 @@ def add_tensor(
     writer.add_tensor(name, stored, raw_dtype=None if number.name in ("F32", "F16") else number)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, family: str = "llama") -> str:
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    outer["lm_head.weight"] = "output.weight"
+    outer |= {"lm_head.weight": "output.weight", "model.embedding_norm.weight": "token_embd_norm.weight"}
     if name in outer:
         return outer[name]
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    return f"blk.{layer[1]}.{NAMES[layer[2]]}.{layer[3]}"
+    return f"blk.{layer[1]}.{({**NAMES, **FAMILY_NAMES.get(family, {})})[layer[2]]}.{layer[3]}"
 
 
 def permuted(name: str, value: Array, config: Mapping[str, Any]) -> Array:
-    """Reorder the rows of Llama's query and key projections like llama.cpp's converter."""
+    """Change a tensor like llama.cpp's converter: reorder the rows of Llama's query and key projections, add 1 to the
+    weights of Gemma's norms, and leave out the only channel of a convolution's kernels."""
+    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+        return value + 1
+    if name.endswith(".conv.conv.weight"):
+        return value[:, 0]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     for projection, given in heads.items():
         if config["model_type"] == "llama" and f".{projection}." in name:
@@ -112,7 +141,8 @@ def permuted(name: str, value: Array, config: Mapping[str, Any]) -> Array:
 
 
 def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    name, heads = config["model_type"], config["num_attention_heads"]
+    family, heads = config["model_type"], config["num_attention_heads"]
+    name = ARCHITECTURES.get(family, family)
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
     values = {
         "block_count": config["num_hidden_layers"],
@@ -125,8 +155,17 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
         "rope.freq_base": float(config["rope_theta"]),
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps") or config["norm_eps"]),
     }
+    if "mrope_section" in config.get("rope_scaling", {}):
+        values["rope.dimension_sections"] = [np.int32(each) for each in (*config["rope_scaling"]["mrope_section"], 0)]
+    if family == "gemma3_text":
+        values["attention.sliding_window"] = config["sliding_window"]
+        values["rope.freq_base_swa"] = float(config["rope_local_base_freq"])
+    elif family == "lfm2":
+        counts = [config["num_key_value_heads"] * (kind != "conv") for kind in config["layer_types"]]
+        values |= {"attention.head_count_kv": [np.int32(each) for each in counts]}
+        values["shortconv.l_cache"] = config["conv_L_cache"]
     return {f"{name}.{key}": value for key, value in values.items()}
 
 
