@@ -254,12 +254,12 @@ def picture(number: int) -> tuple[bytes, list[tuple[str, str]]]:
     return file.getvalue(), questions(layout, chance)
 
 
-def ask(bundle: Path, count: int) -> None:
+def ask(bundle: Path, count: int, share: float) -> None:
     """Ask a bundle held-out questions, each in a new conversation, and print the share of right answers."""
     import edgerun
 
     right: list[bool] = []
-    with edgerun.load(bundle) as model:
+    with edgerun.load(bundle, lossy_image_tokens=share) as model:
         for number in range(10**6):
             image, asked = picture(number)
             for question, answer in asked:
@@ -284,6 +284,9 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="checkpoint to go on from")
     parser.add_argument("--layout", type=int, default=0, help="number of the held-out picture")
     parser.add_argument("--questions", type=int, default=500, help="how many are asked at least")
+    parser.add_argument(
+        "--share", type=float, default=1, help="share of the image tokens that stay (lossy_image_tokens)"
+    )
     given = parser.parse_args()
     match given.command:
         case "train":
@@ -293,7 +296,7 @@ def main() -> int:
             given.path.write_bytes(image)
             print("\n".join(f"{question} {answer}" for question, answer in asked))
         case _:
-            ask(given.path, given.questions)
+            ask(given.path, given.questions, given.share)
     return 0
 
 

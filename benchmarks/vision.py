@@ -5,12 +5,14 @@ from the same checkpoint by the engines' own tools. Every engine runs in a proce
 time about another image of 448 x 448 pixels, and ratios are medians over the turns.
 
     python benchmarks/vision.py --shape smolvlm-500m --work /tmp/bench --llama-python PYTHON --llama-source FOLDER
+    python benchmarks/vision.py --shape smolvlm-500m --work /tmp/bench --shares 1 0.5   # lossy_image_tokens instead
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ def main() -> None:
     options = _command().parse_args()
     shape, folder = VISION_SHAPES[options.shape], options.work / options.shape
     bundle = made_once(folder / f"edge-run-{options.tower}", lambda target: _export(shape, folder, target, options))
+    if options.shares and not options.prepare:
+        _compare_shares(bundle, folder, options)
+    if options.shares:
+        return
     tools = LlamaTools(options.llama_source, options.llama_python)
     model, mmproj = _llama_files(shape, folder, tools)
     if options.prepare:
@@ -49,6 +55,25 @@ def main() -> None:
     middle, low, high = np.percentile(ratios, (50, 25, 75))
     seconds = {name: round(float(np.median([turn[name]["seconds"] for turn in turns[1:]])), 2) for name in turns[0]}
     print(f"{shape.name}: {seconds}, llama.cpp / edge-run {middle:.2f} [{low:.2f}, {high:.2f}]")
+
+
+def _compare_shares(bundle: Path, folder: Path, options: argparse.Namespace) -> None:
+    """Seconds to the first token, tokens of the prompt and bytes of its cache with shares of the image's tokens."""
+    images = [str(_image(folder, number, options.side)) for number in range(options.turns + 1)]
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                Worker(str(share), "edge-run-vision", bundle, threads=options.threads, lossy_image_tokens=share)
+            )
+            for share in options.shares
+        ]
+        turns = [{each.label: each.call("first_token", image=image) for each in workers} for image in images]
+    for turn in turns:
+        print(json.dumps({share: round(found["seconds"], 2) for share, found in turn.items()}))
+    for share in turns[0]:
+        ratios = [turn[share]["seconds"] / next(iter(turn.values()))["seconds"] for turn in turns[1:]]
+        seconds = float(np.median([turn[share]["seconds"] for turn in turns[1:]]))
+        print(json.dumps(turns[-1][share] | {"share": share, "seconds": seconds, "of_first": float(np.median(ratios))}))
 
 
 def _checkpoint(shape: VisionShape, folder: Path) -> Path:
@@ -101,8 +126,9 @@ def _command() -> argparse.ArgumentParser:
     made.add_argument("--side", type=int, default=448, help="pixels of a side of the images")
     made.add_argument("--turns", type=int, default=3, help="turns behind a first one that is not counted")
     made.add_argument("--threads", type=int, default=2)
-    made.add_argument("--llama-python", required=True, help="interpreter with llama-cpp-python")
-    made.add_argument("--llama-source", type=Path, required=True, help="llama.cpp's source, built in build/")
+    made.add_argument("--shares", type=float, nargs="+", help="shares of image tokens to compare, without llama.cpp")
+    made.add_argument("--llama-python", help="interpreter with llama-cpp-python")
+    made.add_argument("--llama-source", type=Path, help="llama.cpp's source, built in build/")
     return made
 
 

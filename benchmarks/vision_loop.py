@@ -12,10 +12,10 @@ QUESTION = "what is in this picture"
 class EdgeRunVision:
     """A bundle with a vision tower."""
 
-    def __init__(self, model: Path, threads: int) -> None:
+    def __init__(self, model: Path, threads: int, lossy_image_tokens: float = 1.0) -> None:
         import edgerun  # noqa: PLC0415 -- not in llama.cpp's environment
 
-        self._engine = edgerun.load(model, threads=threads)
+        self._engine = edgerun.load(model, threads=threads, lossy_image_tokens=lossy_image_tokens)
 
     def first_token(self, image: str) -> dict[str, float]:
         """Seconds to the first token of an answer about an image, and tokens of its prompt."""
@@ -24,7 +24,9 @@ class EdgeRunVision:
         started = time.perf_counter()
         reply = self._engine.generate([{"role": "user", "content": parts}], max_tokens=1, ignore_eos=True)
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "tokens": reply.stats.prompt_tokens, "reused": reply.stats.reused_tokens}
+        stats, size = reply.stats, self._engine.graph_io.cache_bytes_per_token
+        tokens, reused = stats.prompt_tokens, stats.reused_tokens
+        return {"seconds": seconds, "tokens": tokens, "reused": reused, "cache_bytes": tokens * size}
 
 
 class LlamaVision:

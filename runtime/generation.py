@@ -127,7 +127,7 @@ class Generation:
         cancelled: Callable[[], bool],
         readers: Sequence[SecondReader] = (),
     ) -> None:
-        self._recorder = StatsRecorder(len(request.prompt_ids))
+        self._recorder = StatsRecorder(len(request.prompt_ids), request.images.merged_tokens if request.images else 0)
         self._sequence = sequence
         self._request = request
         self._tokenizer = tokenizer

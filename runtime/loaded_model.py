@@ -108,7 +108,7 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
-        self.vision: Final = open_vision(bundle, config, graph, cache=options.cache)
+        self.vision: Final = open_vision(bundle, config, graph, cache=options.cache, share=options.lossy_image_tokens)
         """What sees the images of messages; None for a model that reads text alone."""
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
@@ -253,6 +253,7 @@ class LoadedModel:
         prompt_ids = [*prompt_ids, *start_ids]
         sampling = options.sampling(self.defaults)
         check_prompt_fits(prompt_ids, self.context)
+        options = options if images is None else images.limited(options, prompt_ids, self.context)
         search = search_of(options, self.graph_io, self.tokenizer)
         options = options if search is None else replace(options, speculation=Speculation.OFF)
         self._open_graph().steering(options)

@@ -100,6 +100,8 @@ class Stats:
     """Number of tokens of the prompt, those included that the answer was given to begin with."""
     reused_tokens: int = 0
     """Number of prompt tokens whose cache slots were there already."""
+    merged_tokens: int = 0
+    """Number of tokens of images that the prompt lacks, because `lossy_image_tokens` merged them with others."""
     completion_tokens: int = 0
     """Number of tokens the model produced, the end-of-sequence token included."""
     text_tokens: int = 0
@@ -221,14 +223,14 @@ class StatsRecorder:
     """Collects the steps of one answer and adds them up after its end, not between two passes.
 
     Args:
-        prompt_tokens: number of tokens of the prompt.
+        prompt_tokens: number of tokens of the prompt, and merged_tokens of those of images that it lacks.
 
     Its construction is the start of the request.
     """
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, merged_tokens: int = 0) -> None:
         self.prompt_tokens: Final = prompt_tokens
-        self.reused_tokens = 0
+        self.merged_tokens, self.reused_tokens = merged_tokens, 0
         self.completion_tokens = self.text_tokens = 0
         self.shifts = 0
         self.logprob_totals = NO_LOGPROBS
@@ -263,10 +265,12 @@ class StatsRecorder:
             fillvalue=0,
         )
         passes = [step.target_passes for step in self._steps]
+        by_source = zip(Source, drafted, accepted, strict=False)
         by_draft = self.by_draft[: self.completion_tokens]
         return Stats(
             prompt_tokens=self.prompt_tokens,
             reused_tokens=self.reused_tokens,
+            merged_tokens=self.merged_tokens,
             completion_tokens=self.completion_tokens,
             text_tokens=self.text_tokens,
             target_passes=sum(passes),
@@ -278,11 +282,7 @@ class StatsRecorder:
             total_s=ended - self._started,
             drafted=sum(drafted),
             accepted=sum(accepted),
-            by_source={
-                SOURCE_NAMES[source]: DraftCounts(*counts)
-                for source, *counts in zip(Source, drafted, accepted, strict=False)
-                if counts[0]
-            },
+            by_source={SOURCE_NAMES[source]: DraftCounts(*counts) for source, *counts in by_source if counts[0]},
             by_depth=tuple(DraftCounts(*counts) for counts in by_depth),
             draft_s=sum(one.draft_s for one in kept),
             hidden_s=sum(one.ahead.hidden_s for one in kept),

@@ -49,6 +49,8 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
     if stats.by_model:
         share = stats.by_model.get("draft", 0) / sum(stats.by_model.values())
         parts.append(f"lossy: {share:.0%} of the tokens by the draft model")
+    if stats.merged_tokens:
+        parts.append(f"lossy: {stats.merged_tokens} tokens of images merged with others")
     if stats.drafted:
         sources = ", ".join(f"{name} {count.accepted}/{count.drafted}" for name, count in stats.by_source.items())
         parts.append(f"draft tokens accepted: {sources}")
@@ -128,6 +130,7 @@ def _answer_json(reply: Reply, speculation: Speculation, load_s: float, *, with_
         "usage": {
             "prompt_tokens": stats.prompt_tokens,
             "reused_tokens": stats.reused_tokens,
+            **({"merged_image_tokens": stats.merged_tokens} if stats.merged_tokens else {}),
             "completion_tokens": stats.completion_tokens,
         },
         "timing": {

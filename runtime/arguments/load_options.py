@@ -94,6 +94,14 @@ class LoadOptions(OptionRecord):
         "earlier answers that exceed --prefix-cache, of prefixes on disk, and of saved conversations. What follows may "
         "differ a little from the text after the exact cache.",
     )
+    lossy_image_tokens: float = option(
+        1.0,
+        "Share of the tokens of an image that stay: those that look alike are merged, so that fewer tokens are read "
+        "and cached. Answers may become wrong, in particular with less than 0.5. Example: --lossy-image-tokens 0.75",
+        accepts=lambda share: 0 < share <= 1,
+        range="above 0 and at most 1",
+        metavar="SHARE",
+    )
     prefix_disk: int = option(
         DEFAULT_DISK_BYTES,
         "Disk space for the KV caches of prefixes (long documents, system messages of chats) of all models together; "

@@ -27,6 +27,7 @@ class LoadKeywords(TypedDict, total=False):
     prefix_cache: int | None
     overflow: str | None
     lossy_parking: bool
+    lossy_image_tokens: float
     prefix_disk: int
     tokenizer: str | os.PathLike[str] | None
     draft: str | os.PathLike[str] | None

@@ -43,7 +43,8 @@ class NewTokens(NamedTuple):
     wanted: npt.NDArray[np.int64]
     """Indices of the tokens whose logits to return."""
     positions: npt.ArrayLike | None = None
-    tree_mask: npt.NDArray[np.bool_] | None = None
+    tree_mask: npt.NDArray[np.bool_] | Floats | None = None
+    """As for `BoundGraph.forward`, or float32 `[n, T]`: what is added to the attention scores of all T slots."""
     images: PassImages | None = None
 
 
@@ -61,6 +62,10 @@ class Steering:
 
 class ImagesOfText(Protocol):
     """The images of a text; see `images.prompt_images.PromptImages`."""
+
+    @property
+    def merged_tokens(self) -> int:
+        """Number of tokens that are left out, as others stand for them (`lossy_image_tokens`)."""
 
     def keyed(self, token_ids: Sequence[int], /) -> list[int]:
         """The tokens of the text with keys, which depend on the content of an image, in place of image tokens."""

@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from .graph_io import SLOTS_TOGETHER, Floats, GraphIO, GraphValue, InputRole, element_type, first_slot
 
-_BLOCKED: Final = np.float32(np.finfo(np.float32).min)
+BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _PREPARED: Final = 32
 """Number of lengths of a sequence for which the biases of narrow passes are wrapped at once: one by one, between two
 passes, wrapping takes several times as long."""
@@ -148,13 +148,13 @@ class PassInputs:
         if base == 0 and axes.ndim < 2 and self.positions.flat[-1] != width - 1:
             raise ValueError("a token tree needs a committed slot before it")
 
-    def write_attention(self, base: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None) -> None:
+    def write_attention(self, base: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | Floats | None) -> None:
         """Write the lengths of a pass, and which tokens attend to which.
 
         Args:
             base: number of cached tokens.
             capacity: number of slots of the cache, for which the buffers are sized.
-            tree_mask: as for `BoundGraph.forward`.
+            tree_mask: as `NewTokens` has it.
         """
         total = base + self.width
         if self._bias_input is not None:
@@ -219,7 +219,7 @@ class PassInputs:
         self.width = width
 
     def _bind_bias(
-        self, value: GraphValue, width: int, total: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | None
+        self, value: GraphValue, width: int, total: int, capacity: int, tree_mask: npt.NDArray[np.bool_] | Floats | None
     ) -> None:
         """Bind `[1, 1, width, total]`: zeros if the graph is causal itself, else which tokens attend to which."""
         if tree_mask is None and self._graph_io.causal:
@@ -230,7 +230,8 @@ class PassInputs:
             bias, wrapped_bias = self._mask_bias.of(width, total, capacity)
             masked = tree_mask.shape[1]
             bias[..., : total - masked] = 0
-            bias[0, 0, :, total - masked :] = np.where(tree_mask, np.float32(0), _BLOCKED)
+            weighted = tree_mask.dtype == np.float32
+            bias[0, 0, :, total - masked :] = tree_mask if weighted else np.where(tree_mask, np.float32(0), BLOCKED)
         self._bias = bias
         if self._bias_is_float:
             self._io.bind_ortvalue_input(value.name, wrapped_bias)
@@ -259,7 +260,7 @@ class PassInputs:
         """Biases of passes over one token, by the number of hidden slots before its window."""
         if window not in self._one_token:
             cells = np.zeros((1, 1, 1, SLOTS_TOGETHER + window), np.float32)
-            cells[..., :SLOTS_TOGETHER] = _BLOCKED
+            cells[..., :SLOTS_TOGETHER] = BLOCKED
             self._one_token[window] = [
                 wrapped(cells[..., SLOTS_TOGETHER - hidden :]) for hidden in range(SLOTS_TOGETHER)
             ]
@@ -278,10 +279,11 @@ class PassInputs:
         hidden = buffer[: bias.size].reshape(bias.shape)
         hidden[...] = bias
         positions, base = self.positions.reshape(-1, width)[-1], total - width
+        positions = positions - positions[0] + first + base  # merged tokens of images leave gaps between positions
         for row, position in enumerate(positions.tolist()):
-            hidden[0, 0, row, : max(0, min(position - window + 1 - first, base))] = _BLOCKED
+            hidden[0, 0, row, : max(0, min(position - window + 1 - first, base))] = BLOCKED
         if np.ptp(positions) >= window:
-            hidden[0, 0, :, base:][positions[:, None] - positions >= window] = _BLOCKED
+            hidden[0, 0, :, base:][positions[:, None] - positions >= window] = BLOCKED
         return hidden
 
 

@@ -132,7 +132,7 @@ class BoundStaticGraphs(BoundGraph):
         buffers = arena.buffers
         assert isinstance(buffers, NumpyBuffers)  # noqa: S101  `StaticGraphs.arena`
         at = base + np.arange(ids.size) if positions is None else np.asarray(positions, np.int64)
-        visible = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask
+        visible = np.tri(ids.size, dtype=np.bool_) if tree_mask is None else tree_mask.astype(np.bool_, copy=False)
         cached = visible.shape[1] - ids.size
         slot_positions = np.concatenate([np.arange(base - cached, base), at])
         if len(self._logits) < wanted.size:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
+from ..decode import check_prompt_fits
 from ..graph.bound_graph import NewTokens, PassImages
+from ..graph.pass_inputs import BLOCKED
 from ..text.messages import ChatPrompt, images_in
+from .image_processor import Floats
+from .image_tokens import TileTokens
 from .vision_model import SeenImage, VisionModel
 
 if TYPE_CHECKING:
@@ -28,6 +33,9 @@ class PromptImages:
         images: the images in their order.
         token_ids: the prompt.
 
+    Attributes:
+        merged_tokens: number of tokens that are left out, as others stand for them (`lossy_image_tokens`).
+
     Raises:
         InputError: the prompt has another number of image tokens than its images have features.
     """
@@ -42,25 +50,45 @@ class PromptImages:
         self._images: Final = tuple(images)
         self._keys: Final = np.concatenate([each.keys for each in images])
         self._bidirectional: Final = model.processor.bidirectional
-        self._positions: Final = self._three_axes(len(token_ids))
-        """Positions int64 `[3, n]` in time, rows and columns; None where they are the slots."""
+        tiles = [tile for each in images for tile in each.by_tile]
+        sizes = np.concatenate([tile.sizes for tile in tiles])
+        self.merged_tokens: Final = int(sizes.sum()) - sizes.size
+        self._weights: Final = np.zeros(len(token_ids) if self.merged_tokens else 0, np.float32)
+        """What is added to the attention that each token gets; empty for nothing."""
+        if self.merged_tokens:
+            self._weights[self._slots] = np.log(sizes)
+        has_axes = model.processor.axes is not None
+        self._positions: Final = self._placed(tiles, len(token_ids)) if has_axes or self.merged_tokens else None
+        """Positions int64 `[axes, n]`, in time, rows and columns or one alone; None where they are the slots."""
+        self._shift: Final = 0 if self._positions is None else int(self._positions[0, -1]) + 1 - len(token_ids)
+        """How much larger the position of a token behind the prompt is than its slot."""
+        if self.merged_tokens and not self._slots[0]:
+            raise InputError("the prompt begins with an image", "leave out lossy_image_tokens")
 
-    def _three_axes(self, count: int) -> npt.NDArray[np.int64] | None:
+    def _placed(self, tiles: Sequence[TileTokens], count: int) -> npt.NDArray[np.int64]:
         """The positions of `count` tokens: those of a text count on from the largest one before (M-RoPE, Qwen2-VL)."""
-        if self._images[0].grid is None:
-            return None
-        steps, first = np.ones(count, np.int64), 0
-        grids = [each.grid or (1, 1) for each in self._images]
-        starts = [int(self._slots[end - each.tokens]) for end, each in zip(self._ends, self._images, strict=True)]
-        for start, (rows, columns) in zip(starts, grids, strict=True):
-            steps[start : start + rows * columns] = 0
-            steps[start + rows * columns - 1] = max(rows, columns)
-        positions = np.tile(np.cumsum(steps) - steps, (3, 1))
-        for start, (rows, columns) in zip(starts, grids, strict=True):
-            span, first = slice(start, start + rows * columns), int(positions[0, start])
-            positions[:, span] = first
-            positions[1:, span] += np.indices((rows, columns)).reshape(2, -1)
+        counts = [tile.sizes.size for tile in tiles]
+        starts = self._slots[np.cumsum(counts) - counts].tolist()
+        steps = np.ones(count, np.int64)
+        for start, tile, tokens in zip(starts, tiles, counts, strict=True):
+            steps[start : start + tokens] = 0
+            steps[start + tokens - 1] = tile.span
+        positions = np.tile(np.cumsum(steps) - steps, (tiles[0].places.shape[0], 1))
+        for start, tile, tokens in zip(starts, tiles, counts, strict=True):
+            positions[:, start : start + tokens] += tile.places
         return positions
+
+    def limited(self, options: GenerateOptions, prompt_ids: Sequence[int], context: int) -> GenerateOptions:
+        """The options with no more new tokens than the context has positions: merged tokens have theirs, too.
+
+        Raises:
+            ContextError: none is left.
+        """
+        if self._shift <= 0:
+            return options
+        check_prompt_fits(prompt_ids, context - self._shift)
+        left = context - self._shift - len(prompt_ids)
+        return replace(options, max_tokens=left if options.max_tokens is None else min(left, options.max_tokens))
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """The beginning of the prompt and what follows it, with keys in place of image tokens."""
@@ -97,7 +125,8 @@ class PromptImages:
             EdgeError: the vision tower fails.
         """
         first, last = np.searchsorted(self._slots, (base, base + len(new.ids))).tolist()
-        positions = None if self._positions is None else self._positions[:, base : base + len(new.ids)]
+        slots = self._slots[first:last]
+        new = new._replace(tree_mask=self._mask(new, base, slots))
         if first == last:
             return new if self._positions is None else self._shifted(new, base, self._positions)
         parts, start = [], 0
@@ -105,14 +134,30 @@ class PromptImages:
             if first < stop and last > start:
                 parts.append(image.features(max(first, start) - start, min(last, stop) - start))
             start = stop
-        slots = self._slots[first:last]
-        mask = new.tree_mask
-        if self._bidirectional and mask is None:
-            places = np.full(len(new.ids), -1)
-            places[slots - base] = np.searchsorted(self._ends, np.arange(first, last), side="right")
+        positions = self._positions
+        if positions is not None:
+            positions = positions[:, base : base + len(new.ids)]
+            behind = np.arange(base + positions.shape[1], base + len(new.ids)) + self._shift  # the answer's start
+            positions = np.concatenate([positions, np.tile(behind, (len(positions), 1))], axis=1)
+        if positions is not None and len(positions) == 1:
+            new, positions = new._replace(positions=positions[0]), None
+        return new._replace(images=PassImages(slots - base, np.concatenate(parts, axis=1), positions))
+
+    def _mask(self, new: NewTokens, base: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | Floats | None:
+        """Which tokens attend to which in a pass with image tokens in `slots`, with weights where it has any."""
+        mask, count = new.tree_mask, len(new.ids)
+        if self._bidirectional and mask is None and slots.size:
+            places = np.full(count, -1)
+            places[slots - base] = np.searchsorted(self._ends, np.searchsorted(self._slots, slots), side="right")
             together = (places[:, None] == places) & (places >= 0)
-            mask = np.tri(len(new.ids), dtype=np.bool_) | together
-        return new._replace(tree_mask=mask, images=PassImages(slots - base, np.concatenate(parts, axis=1), positions))
+            mask = np.tri(count, dtype=np.bool_) | together
+        if not self._weights[: base + count].any():
+            return mask
+        hidden = ~(np.tri(count, dtype=np.bool_) if mask is None else mask.astype(np.bool_))
+        bias = np.zeros((count, base + count), np.float32)
+        bias[:, : self._weights.size] += self._weights[: base + count]
+        bias[:, base + count - hidden.shape[1] :][hidden] = BLOCKED
+        return bias
 
     @staticmethod
     def _shifted(new: NewTokens, base: int, positions: npt.NDArray[np.int64]) -> NewTokens:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import BundleError
+from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ..devices.providers import cpu_device
 from ..graph.graph_choice import IMAGES, ChosenGraphs
@@ -24,6 +24,7 @@ from .decoding import decode_image
 from .foreign_tower import tower_inputs
 from .image_processor import Floats, ProcessedImage
 from .image_processors import processor_of
+from .image_tokens import tokens_of
 
 KEPT_BYTES: Final = 256 << 20
 """Most bytes of images and features that are kept, besides those of the latest image."""
@@ -38,15 +39,17 @@ class VisionModel:
         bundle: the model, which has a vision graph.
         config: how to run it.
         cache: whether a tower with 8-bit products may be kept on disk.
+        share: share of the tokens of an image that stay; see `image_tokens`.
 
     Raises:
         BundleError: config.json names a family that is not known, or lacks the image token.
     """
 
-    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool) -> None:
+    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool, share: float) -> None:
         self.processor: Final = processor_of(bundle)
         assert bundle.vision is not None  # noqa: S101  see open_vision
         self._graph: Final = bundle.vision
+        self.share: Final = share
         self._bundle: Final = bundle
         self._cache: Final = cache
         self._config: Final = config
@@ -74,7 +77,8 @@ class VisionModel:
         Raises:
             InputError: it cannot be decoded.
         """
-        digest = hashlib.sha256(data).digest()
+        # Slots of merged tokens, which prefixes on disk may hold too, are not those of all of them.
+        digest = hashlib.sha256(data + (b"" if self.share == 1 else str(self.share).encode())).digest()
         with self._lock:
             if (known := self._seen.get(digest)) is not None:
                 self._seen.move_to_end(digest)
@@ -114,18 +118,25 @@ class VisionModel:
         return int8_tower_path(self._bundle, inputs, self._config) or self._graph
 
 
-def open_vision(bundle: Bundle, config: SessionConfig, graph: DecoderGraph, *, cache: bool) -> VisionModel | None:
+def open_vision(
+    bundle: Bundle, config: SessionConfig, graph: DecoderGraph, *, cache: bool, share: float
+) -> VisionModel | None:
     """The vision tower of a model, beside its loaded graph; None for a model that reads text alone.
 
     It runs on the CPU also where the graph does not: only a GPU's attention over text is checked.
 
     Raises:
         BundleError: as for `VisionModel`.
+        InputError: tokens are to be merged, which graphs of other exporters and devices do not weigh.
     """
     if not isinstance(graph, ChosenGraphs) or all(each.name != IMAGES for each in graph.further):
         return None
+    if share < 1 and (bundle.manifest is None or config.device != cpu_device()):
+        hint = "leave it out, or export the model's checkpoint and run it there"
+        raise InputError("lossy_image_tokens is for exports of edge-run on the CPU", hint)
     # Idle threads must not spin beside the threads of the model's own graph.
-    return VisionModel(bundle, replace(config, device=cpu_device(), shares_cores=True, kv_scales=None), cache=cache)
+    config = replace(config, device=cpu_device(), shares_cores=True, kv_scales=None)
+    return VisionModel(bundle, config, cache=cache, share=share)
 
 
 class SeenImage:
@@ -133,24 +144,23 @@ class SeenImage:
 
     Args:
         model: the model.
-        digest: SHA-256 of the encoded image.
+        digest: SHA-256 of the encoded image, and of what else its slots depend on.
         image: the image, resized and cut.
 
     Attributes:
         text: what stands for it in a prompt.
-        tokens: number of its features.
-        grid: rows and columns of its tokens, where positions have three axes.
+        by_tile: its tokens, tile by tile.
+        tokens: number of them.
         keys: what stands for its tokens where sequences are compared: int64 `[tokens]`, all negative.
     """
 
     def __init__(self, model: VisionModel, digest: bytes, image: ProcessedImage) -> None:
-        self.text: Final = image.text
-        self.tokens: Final = sum(image.tokens)
-        self.grid: Final = image.grid
+        self.text, self.by_tile = tokens_of(image, model.processor.slot, model.share)
+        self._ends: Final = np.cumsum([each.sizes.size for each in self.by_tile]).tolist()
+        self.tokens: Final[int] = self._ends[-1]
         first = int.from_bytes(digest[:8]) >> 2  # 62 bits, so that the sums below stay in 64
         self.keys: Final[npt.NDArray[np.int64]] = -1 - (first + np.arange(self.tokens, dtype=np.int64))
         self._model: Final = model
-        self._ends: Final = np.cumsum(image.tokens).tolist()
         self._tiles: Final[list[npt.NDArray[np.uint8] | None]] = list(image.tiles)
         """The tiles whose features are not known yet."""
         self._features: Final[dict[int, Floats]] = {}
@@ -172,11 +182,11 @@ class SeenImage:
         for index in range(first, last + 1):
             if (tile := self._tiles[index]) is not None:
                 features = self._model.features(tile)
-                count, tokens = features.shape[1], self._ends[index] - (self._ends[index - 1] if index else 0)
+                count, tokens = features.shape[1], self.by_tile[index].groups.size
                 if count != tokens:
                     what = f"the vision tower gives {count} features of an image that has {tokens} tokens"
                     raise BundleError(what, "put the model's preprocessor_config.json and config.json beside it")
-                self._features[index], self._tiles[index] = features, None
+                self._features[index], self._tiles[index] = self.by_tile[index].merged(features), None
         joined = np.concatenate([self._features[index] for index in range(first, last + 1)], axis=1)
         before = self._ends[first - 1] if first else 0
         return joined[:, start - before : stop - before]

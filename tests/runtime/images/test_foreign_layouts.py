@@ -43,6 +43,14 @@ def test_genai(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> 
     check(write_genai(tmp_path / "model", source, family), source, family, monkeypatch)
 
 
+def test_tokens_of_images_are_not_merged(tmp_path: Path) -> None:
+    """Their graphs take no weights of tokens in attention."""
+    source = write_vision_checkpoint(tmp_path / "checkpoint", "smolvlm")
+    model = write_transformers_js(tmp_path / "model", source, "smolvlm")
+    with pytest.raises(edgerun.InputError, match="lossy_image_tokens is for exports of edge-run"):
+        edgerun.load(model, threads=1, lossy_image_tokens=0.5)
+
+
 class RowsOfPatches:
     """The image processor of LFM2-VL, whose own needs torchvision, made of ours.
 
