@@ -63,7 +63,7 @@ TOKENIZER_AND_CONFIG_FILES: Final = (
 )
 """Files that an export copies from a checkpoint to its bundle unchanged."""
 
-SEEING_FAMILIES: Final = ("gemma3", "idefics3", "lfm2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+SEEING_FAMILIES: Final = ("gemma3", "idefics3", "lfm2_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Families whose image processors edge-run has, by the `model_type` of config.json."""
 _VISION_FILES: Final = (VISION_GRAPH_NAME, VISION_WEIGHTS_NAME)
 _HASH_ALWAYS_BELOW: Final = 8 << 20

@@ -192,14 +192,14 @@ def onnx_node(operator: str, inputs: Sequence[str], output: str, **attributes: A
     return node(operator, inputs, [output], name=f"edited.{output}", **attributes)
 
 
-def with_embedding(decoder: Path, embedding: Path, image_token: int | None = None) -> bytes | None:
+def with_embedding(decoder: Path, embedding: Path, image_token: int = -1) -> bytes | None:
     """Join a decoder with its embedding; weights in other files stay there.
 
     Args:
         decoder: a graph with an input `inputs_embeds`.
         embedding: a graph in the same folder that takes token ids, and perhaps `image_features` `[N, hidden]` in place
             of the embeddings of image tokens, and whose only output are embeddings.
-        image_token: id of these tokens, if the graph has such features: it then sees token 0 in their place, and none.
+        image_token: id of these tokens, in whose places a graph with such features sees token 0, and no features.
 
     Returns:
         The serialized model, which takes token ids; None if the decoder takes these itself.
@@ -212,7 +212,7 @@ def with_embedding(decoder: Path, embedding: Path, image_token: int | None = Non
     if not taken:
         return None
     given = {each.name for each in part.graph.initializer}
-    features = [value for value in part.graph.input if value.name == _IMAGES and image_token is not None]
+    features = [value for value in part.graph.input if value.name == _IMAGES]
     inputs = [value for value in part.graph.input if value.name not in given and value not in features]
     branches = any(each.HasField("g") or each.graphs for one in part.graph.node for each in one.attribute)
     if len(inputs) != 1 or len(part.graph.output) != 1 or branches:
@@ -259,6 +259,6 @@ def _rename(graph: Message, names: dict[str, str]) -> None:
     for initializer in graph.initializer:
         initializer.name = names.get(initializer.name, _PREFIX + initializer.name)
     for each in graph.node:
-        each.name = _PREFIX + each.name
+        each.name = each.name and _PREFIX + each.name
         for values in (each.input, each.output):
             values[:] = [names.get(name, _PREFIX + name) for name in values]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind
+from ...models.json_file import is_whole
 from ...models.user_text import format_bytes
 from ..devices.providers import CPU_PROVIDER
 from ..images.image_processors import processor_of, suits_images
@@ -122,7 +123,8 @@ def joined_graph(bundle: Bundle) -> bytes | None:
     from ...models.onnx_file.graph_editor import CannotRewriteError, with_embedding  # noqa: PLC0415 -- see above
 
     if bundle.vision is None:
-        return with_embedding(bundle.graph, bundle.embedding)
+        token: Any = bundle.genai.get("image_token_id")
+        return with_embedding(bundle.graph, bundle.embedding, token if is_whole(token, 0) else -1)
     from ..images.image_graph import image_graph  # noqa: PLC0415 -- as above
 
     joined = with_embedding(bundle.graph, bundle.embedding, processor_of(bundle).token_id)

@@ -105,7 +105,7 @@ class NativeProcessor(ImageProcessor):
 
 
 class QwenProcessor(NativeProcessor):
-    """Qwen2.5-VL and Qwen3-VL: the whole image in about its own size."""
+    """Qwen2-VL to Qwen3-VL: the whole image in about its own size."""
 
     placeholder = slot = "<|image_pad|>"
     resample = 3
@@ -311,6 +311,7 @@ PROCESSORS: Final[Mapping[str, type[ImageProcessor]]] = {
     "idefics3": Idefics3Processor,
     "lfm2_vl": Lfm2Processor,
     "qwen2_5_vl": QwenProcessor,
+    "qwen2_vl": QwenProcessor,
     "qwen3_vl": QwenProcessor,
     "smolvlm": Idefics3Processor,
 }

@@ -16,7 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from support.layout_kinds import HEAD_DIM, HEADS, VOCABULARY
-from support.layouts import LAYOUTS, Embedding, Layout, Settings, write_layout
+from support.layouts import LAYOUTS, Embedding, Layout, Settings, genai_config, write_layout
 from support.tiny_models import CHAT_TEMPLATE, tiny_tokenizer, write_json
 from support.vision_models import FAMILIES, IMAGE_TOKENS
 
@@ -35,9 +35,9 @@ def tower_matrix() -> npt.NDArray[np.float32]:
 
 
 def write_tower(path: Path, inputs: dict[str, tuple[int, list[Any]]], kind: int = TensorProto.FLOAT) -> None:
-    """Write a tower with those inputs, by their types and shapes; its features have a type of their own."""
+    """Write a tower with those inputs, pixels first, by their types and shapes; its features have the type `kind`."""
     nodes = [
-        helper.make_node("Reshape", ["pixel_values", "tiles"], ["tiles.flat"]),
+        helper.make_node("Reshape", [next(iter(inputs)), "tiles"], ["tiles.flat"]),
         helper.make_node("AveragePool", ["tiles.flat"], ["quarters"], kernel_shape=[16, 16], strides=[16, 16]),
         helper.make_node("Reshape", ["quarters", "channels"], ["colours"]),
         helper.make_node("Transpose", ["colours"], ["colours.last"], perm=[0, 2, 1]),
@@ -73,6 +73,46 @@ def write_seeing_layout(folder: Path, base: str = "community", *, half: bool = F
     template = CHAT_TEMPLATE.replace("{{ m['content'] }}", _PARTS)
     write_json(folder / "tokenizer_config.json", {"chat_template": template, "eos_token": "<|endoftext|>"})
     return folder
+
+
+def write_seeing_genai(folder: Path) -> Path:
+    """Write a model of the family SmolVLM as ONNX Runtime GenAI has others: its embedding takes features of images."""
+    write_seeing_layout(folder.with_name(f"{folder.name}-js"), "genai")
+    graphs = folder.with_name(f"{folder.name}-js") / "onnx"
+    folder.mkdir()
+    for path in graphs.glob("*data*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "text.onnx").write_bytes((graphs / "decoder_model_merged_q4.onnx").read_bytes())
+    write_tower(folder / "vision.onnx", {"pixels": (TensorProto.FLOAT, ["images", 3, 32, 32])})
+    _take_features(graphs / "embed_tokens_q4.onnx", folder / "embedding.onnx")
+    for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        (folder / name).write_bytes((graphs.parent / name).read_bytes())
+    model: dict[str, Any] = genai_config(replace(LAYOUTS["genai"], embedding=Embedding.APART))["model"]
+    model |= {"type": "smolvlm", "image_token_id": IMAGE_TOKEN, "vision": {"inputs": {"pixel_values": "pixels"}}}
+    model["decoder"]["filename"] = "text.onnx"
+    write_json(folder / "genai_config.json", {"model": model})
+    return folder
+
+
+def _take_features(source: Path, target: Path) -> None:
+    """Let a graph of embeddings take features in the places of image tokens, which have to be as many."""
+    model = onnx.load(source, load_external_data=False)
+    (output,) = model.graph.output
+    ids, name = model.graph.input[0].name, output.name
+    for each in model.graph.node:
+        each.output[:] = [f"{name}.text" if one == name else one for one in each.output]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(IMAGE_TOKEN, np.int64), "image.token"))
+    model.graph.node.extend(
+        [
+            helper.make_node("Equal", [ids, "image.token"], ["is.image"]),
+            helper.make_node("NonZero", ["is.image"], ["places.first"]),
+            helper.make_node("Transpose", ["places.first"], ["places"], perm=[1, 0]),
+            helper.make_node("ScatterND", [f"{name}.text", "places", "image_features"], [name]),
+        ]
+    )
+    features = helper.make_tensor_value_info("image_features", TensorProto.FLOAT, ["features", HIDDEN])
+    model.graph.input.append(features)
+    onnx.save(model, target)
 
 
 def _take_half(path: Path, name: str) -> None:

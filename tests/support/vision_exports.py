@@ -48,7 +48,7 @@ class MaskedTower(Tower):
 
 
 class QwenTower(Tower):
-    """The tower of Qwen2.5-VL for one image, with windows as a mask: rows of patches, and the grid, in."""
+    """The tower of Qwen2-VL or Qwen2.5-VL for one image, with windows as a mask: rows of patches, and the grid, in."""
 
     def forward(self, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         tower = self.model.model.visual
@@ -57,11 +57,12 @@ class QwenTower(Tower):
         index, per_row = torch.arange(count), columns // merge
         square, inside = index // merge**2, index % merge**2
         row, column = square // per_row * merge + inside // merge, square % per_row * merge + inside % merge
-        dim = tower.config.hidden_size // tower.config.num_heads
+        dim = getattr(tower.config, "embed_dim", tower.config.hidden_size) // tower.config.num_heads
         rates = 1 / 10000 ** (torch.arange(0, dim // 2, 2).float() / (dim // 2))
         angles = torch.cat([row[:, None] * rates, column[:, None] * rates], dim=1)
         cosines, sines = (torch.cat([each, each], dim=1)[:, None] for each in (angles.cos(), angles.sin()))
-        side = tower.config.window_size // tower.config.patch_size // merge * merge
+        full = getattr(tower.config, "fullatt_block_indexes", range(len(tower.blocks)))
+        side = getattr(tower.config, "window_size", 112) // tower.config.patch_size // merge * merge
         window = row // side * (columns // side + 1) + column // side + 0 * rows
         hidden = tower.patch_embed(pixel_values)
         for number, block in enumerate(tower.blocks):
@@ -71,7 +72,7 @@ class QwenTower(Tower):
                 for part in (parts[:, 0], parts[:, 1])
             ]
             scores = torch.einsum("ihd,jhd->hij", *turned) * dim**-0.5
-            if number not in tower.config.fullatt_block_indexes:
+            if number not in full:
                 scores = scores + torch.where(window[:, None] == window, 0.0, _MIN)
             mixed = torch.einsum("hij,jhd->ihd", scores.softmax(dim=-1), parts[:, 2])
             hidden = hidden + block.attn.proj(mixed.reshape(count, -1))
@@ -158,6 +159,7 @@ class Decoder(nn.Module):
 TOWERS: Final[dict[str, Callable[[Any], Tower]]] = {
     "smolvlm": MaskedTower,
     "gemma3": Tower,
+    "qwen2_vl": QwenTower,
     "qwen2_5_vl": QwenTower,
     "lfm2_vl": Lfm2Tower,
 }
@@ -279,7 +281,24 @@ def genai_processor(images: dict[str, Any]) -> dict[str, Any]:
     return {"processor": {"name": "qwen2_5_image_processor", "transforms": listed}}
 
 
-def write_tower(path: Path, model: Any, family: str, grid: str = "image_grid_thw") -> None:
+def write_qwen2_vl(folder: Path, checkpoint: Path) -> Path:
+    """Write a random model of Qwen2-VL with the tokenizer and the images of a checkpoint of Qwen2.5-VL."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    text = config["text_config"] | {"model_type": "qwen2_vl_text"}
+    settings = config | {"model_type": "qwen2_vl", "text_config": text, "vision_config": vision}
+    torch.manual_seed(3)
+    kind = transformers.AutoModelForImageTextToText
+    model = kind.from_config(transformers.AutoConfig.for_model(**settings))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape) * (0.1 if weight.dim() > 1 else 0.2))
+    model.save_pretrained(folder)
+    _copy(checkpoint, folder, *_TEXT_FILES, "preprocessor_config.json", "processor_config.json")
+    return folder
+
+
+def write_tower(path: Path, model: Any, family: str) -> None:
     """Write the vision tower of a model."""
     side = getattr(model.config.vision_config, "image_size", 32)
     inputs = {"pixel_values": torch.randn(2, 3, side, side)}
@@ -288,7 +307,8 @@ def write_tower(path: Path, model: Any, family: str, grid: str = "image_grid_thw
             "pixel_values": torch.randn(1, 2, 3, side, side),
             "pixel_attention_mask": torch.ones(1, 2, side, side) > 0,
         }
-    elif family == "qwen2_5_vl":
+    elif family.startswith("qwen2"):
+        grid = "grid_thw" if family == "qwen2_vl" else "image_grid_thw"
         patches, size = torch.tensor([[1, 4, 6]]), 3 * 2 * model.config.vision_config.patch_size**2
         inputs = {"pixel_values": torch.randn(24, size), grid: patches}
     elif family == "lfm2_vl":

@@ -20,7 +20,12 @@ from support.vision_models import FAMILIES, random_image
 
 SIZES = [(70, 50), (32, 32), (20, 90), (300, 40), (7, 7), (64, 64)]
 TOLERANCE = 2e-4
-TYPES_OF_TOKENS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
+TYPES_OF_TOKENS = {
+    "gemma3": "token_type_ids",
+    "qwen2_5_vl": "mm_token_type_ids",
+    "qwen2_vl": "mm_token_type_ids",
+    "qwen3_vl": "mm_token_type_ids",
+}
 """Inputs of transformers that say which tokens are an image's."""
 
 

@@ -22,7 +22,7 @@ import torch
 
 import edgerun
 from edgerun.runtime.images.decoding import decode_image
-from support.vision_exports import loaded, write_genai, write_transformers_js
+from support.vision_exports import loaded, write_genai, write_qwen2_vl, write_transformers_js
 from support.vision_models import random_image, write_vision_checkpoint
 from support.vision_oracle import SIZES, check_answer, check_features, inputs_of, processor_of
 
@@ -30,9 +30,10 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_vl", "qwen2_5_vl"])
 def test_transformers_js(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_vision_checkpoint(tmp_path / "checkpoint", family)
+    source = write_vision_checkpoint(tmp_path / "checkpoint", "qwen2_5_vl" if family == "qwen2_vl" else family)
+    source = write_qwen2_vl(tmp_path / "qwen2_vl", source) if family == "qwen2_vl" else source
     check(write_transformers_js(tmp_path / "model", source, family), source, family, monkeypatch)
 
 
@@ -86,7 +87,11 @@ def check(folder: Path, source: Path, family: str, monkeypatch: pytest.MonkeyPat
         vision = engine.model.vision
         assert vision is not None
         is_lfm2 = family == "lfm2_vl"
-        processor = RowsOfPatches(vision.processor) if is_lfm2 else processor_of(source, family, monkeypatch)
+        processor = (
+            RowsOfPatches(vision.processor)
+            if is_lfm2
+            else processor_of(source, family.replace("qwen2_vl", "qwen2_5_vl"), monkeypatch)
+        )
         for number, size in enumerate(SIZES):
             data = random_image(number, size)
             check_features(vision, data, model, inputs_of(processor, [decode_image(data)]))

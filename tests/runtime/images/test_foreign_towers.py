@@ -23,12 +23,12 @@ from edgerun.runtime.images.image_processors import PROCESSORS
 from edgerun.runtime.images.vision_model import VisionModel
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.commands import Capture, json_of
-from support.foreign_towers import tower_matrix, write_seeing_layout, write_tower
+from support.foreign_towers import IMAGE_TOKEN, tower_matrix, write_seeing_genai, write_seeing_layout, write_tower
 from support.serving import served
 from support.vision_models import random_image
 
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-LAYOUTS = ["community", "optimum", "community-half"]
+LAYOUTS = ["community", "optimum", "community-half", "for-genai"]
 
 
 def asked(image: bytes, text: str = "the sea and the sand") -> list[dict[str, Any]]:
@@ -41,8 +41,8 @@ def tokens_of(reply: edgerun.Reply) -> list[int]:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base, _, half = request.param.partition("-")
-    return write_seeing_layout(tmp_path_factory.mktemp("foreign") / "seeing", base, half=bool(half))
+    target, (base, _, kind) = tmp_path_factory.mktemp("foreign") / "seeing", request.param.partition("-")
+    return write_seeing_genai(target) if kind == "genai" else write_seeing_layout(target, base, half=kind == "half")
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_second_question_takes_no_pass_over_the_image(engine: Engine, monkeypa
 
 def test_text_alone_is_as_without_a_tower(folder: Path, engine: Engine, tmp_path: Path) -> None:
     (blind := tmp_path / "blind").mkdir()
-    for path in [*folder.glob("*.json"), *folder.glob("onnx/*")]:
+    for path in filter(Path.is_file, folder.rglob("*")):
         (blind / path.relative_to(folder)).parent.mkdir(exist_ok=True)
         if "vision" not in path.name:
             (blind / path.relative_to(folder)).write_bytes(path.read_bytes())
@@ -138,6 +138,12 @@ def test_a_damaged_tower_is_refused_and_an_unknown_family_reads_text(tmp_path: P
     config.write_text(config.read_text(encoding="utf-8").replace("smolvlm", "other_vl"), encoding="utf-8")
     with edgerun.load(folder, threads=1) as engine:
         assert engine.model.vision is None
+
+
+def test_answers_may_have_the_image_token(engine: Engine) -> None:
+    """GenAI's embeddings take as many features as there are image tokens, and an answer's tokens have none."""
+    reply = engine.generate(asked(random_image(5)), **OPTIONS | {"max_tokens": 6, "logit_bias": {IMAGE_TOKEN: 100.0}})
+    assert tokens_of(reply) == [IMAGE_TOKEN] * 6
 
 
 def test_the_fingerprint_depends_on_the_tower(tmp_path: Path) -> None:
