@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime_genai as og
 
 from prompts import prompt_tokens
@@ -26,6 +28,7 @@ class GenaiLoop:
             config.overlay(json.dumps({"engine": {"static_batching": {"max_batch_size": clients}}}))
         self._model = og.Model(config)
         self._engine = og.Engine(self._model) if clients else None
+        self._weights: Final = model / "model.onnx.data"
         self._capacity = capacity
         description = json.loads((model / "genai_config.json").read_text(encoding="utf-8"))
         self.vocab: Final[int] = description["model"]["vocab_size"]
@@ -68,6 +71,17 @@ class GenaiLoop:
         if generator.token_count() != context + tokens + 1:
             raise RuntimeError(f"the answer ended after {generator.token_count() - context} tokens")
         return seconds / tokens
+
+    def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
+        generator = self._generator()
+        generator.append_tokens(list(text))
+        found: npt.NDArray[np.float32] = np.array(generator.get_output("logits")[0], np.float32)
+        return found
+
+    def weights_bytes(self) -> int:
+        """Number of bytes of the file with the tensors."""
+        return self._weights.stat().st_size
 
     def serve(self, clients: int, prompt: int, tokens: int, seed: int) -> dict[str, Any]:
         """Answer the prompts of that many clients at a time in GenAI's engine; see `EdgeRunLoop.serve`."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import openvino
 import openvino_genai
 
@@ -40,7 +42,10 @@ class OpenvinoLoop:
 
     def __init__(self, model: Path, threads: int, capacity: int) -> None:
         del capacity  # its cache grows
-        self._pipeline = openvino_genai.LLMPipeline(str(model), "CPU", {"INFERENCE_NUM_THREADS": threads})
+        self._settings: Final = {"INFERENCE_NUM_THREADS": threads}
+        self._pipeline = openvino_genai.LLMPipeline(str(model), "CPU", self._settings)
+        self._graph: Final = model / "openvino_model.xml"
+        self._whole: Any = None
         self.vocab: Final[int] = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def prefill(self, tokens: int, seed: int = 0) -> float:
@@ -52,6 +57,21 @@ class OpenvinoLoop:
         """Seconds per token of `tokens` greedy tokens after a prompt of `context` tokens."""
         times = self._answer(prompt_tokens(context, self.vocab), tokens + 1)
         return (times[-1] - times[0]) / tokens
+
+    def logits(self, text: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Logits of every position of a text, float32 [tokens, vocabulary]; the pipeline computes the last alone."""
+        if self._whole is None:
+            self._whole = openvino.Core().compile_model(self._graph, "CPU", self._settings).create_infer_request()
+        self._whole.reset_state()
+        ids = np.array([text], np.int64)
+        inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "beam_idx": np.zeros(1, np.int32)}
+        inputs["position_ids"] = np.arange(len(text))[None]
+        found: npt.NDArray[np.float32] = self._whole.infer(inputs)["logits"][0]
+        return found
+
+    def weights_bytes(self) -> int:
+        """Number of bytes of all constants of the graph."""
+        return self._graph.with_suffix(".bin").stat().st_size
 
     def _answer(self, prompt: list[int], tokens: int) -> list[float]:
         """The times at which the tokens of an answer arrived."""

@@ -19,14 +19,19 @@ OPENVINO_BLOCK: Final = 128
 
 
 def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
-    """Its export by the model builder of ONNX Runtime GenAI, run with the interpreter `python`."""
+    """The export of a shape's checkpoint by the model builder of ONNX Runtime GenAI."""
+    return genai_export(checkpoint(work, shape), work / shape.name / f"genai-int4-{block}", block, python)
 
-    def make(folder: Path) -> None:
+
+def genai_export(source: Path, folder: Path, block: int, python: str) -> Path:
+    """The export of a checkpoint by the model builder of ONNX Runtime GenAI, run with the interpreter `python`."""
+
+    def make(part: Path) -> None:
         command = [python, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
-        command += ["-i", str(checkpoint(work, shape)), "-o", str(folder), "--extra_options", f"block_size={block}"]
+        command += ["-i", str(source), "-o", str(part), "--extra_options", f"block_size={block}"]
         run_tool("the GenAI model builder", command)
 
-    return made_once(work / shape.name / f"genai-int4-{block}", make)
+    return made_once(folder, make)
 
 
 def optimum_model(work: Path, shape: Shape, python: str) -> Path:
@@ -118,7 +123,8 @@ def run_tool(name: str, command: Sequence[str]) -> None:
     """
     done = subprocess.run(
         command,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        # GenAI's builder would import modules of the working folder in the place of its own.
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

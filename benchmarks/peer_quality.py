@@ -1,13 +1,15 @@
-"""Loss of quality at equal bytes: llama.cpp's formats and edge-run's plans, of one trained model.
+"""Loss of quality at equal bytes: edge-run's plans and the formats of other engines, of one trained model.
 
 Example: python benchmarks/peer_quality.py CHECKPOINT --text heldout.jsonl --calibration training.jsonl \\
     --llama-python ~/llama/bin/python --llama-source ~/llama.cpp --work work
 
-Hidden sizes must be multiples of 256, so that llama.cpp has no linear to store in another format than the one asked
-for. llama.cpp's files are made by its own converter and quantizer, each format without and with an importance matrix of
-the calibration text. edge-run's are exports of the same checkpoint with the same calibration text: 4 bits for all
-linears in blocks of several sizes, with scales in float16, zero points and an int8 head, and mixed formats within the
-bytes of each of llama.cpp's files. Plans that an earlier export wrote (--plans) take the place of the searches.
+Where hidden sizes are multiples of 256, llama.cpp stores all linears in the format that was asked for. llama.cpp's
+files are made by its own converter and quantizer, each format without and with an importance matrix of the
+calibration text. edge-run's are exports of the same checkpoint with the same calibration text: 4 bits for all linears
+in blocks of several sizes, with scales in float16, zero points and an int8 head, and mixed formats within the bytes
+of each of llama.cpp's files. Plans that an earlier export wrote (--plans) take the place of the searches. With
+--genai-python and --openvino-python, the exports of GenAI's builder and of optimum-intel are measured in their own
+engines, with the 4 bits and blocks that they have by default.
 
 All read the held-out texts as token ids. The mean KL divergence is from the float32 export, in nats over all positions,
 where positions with equal prefixes count once; so rounding of activations to 8 bits, which both engines do, counts too.
@@ -25,7 +27,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,9 +51,9 @@ from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.allocation.plan_costs import Budget, Measure
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.quantization.option_values import MethodChoice
-from peer_models import LlamaTools
+from peer_models import OPENVINO_BLOCK, LlamaTools, genai_export, openvino_model
 from processes import Worker
-from quality_tables import MeasuredModel, as_json, show
+from quality_tables import EXACT, MeasuredModel, as_json, draw, show
 from quantization import Tokens, divergence, new_positions, read_texts
 from rounds import IdleLoad, alternate, join
 
@@ -85,10 +87,8 @@ class QualityComparison:
 
     def models(self) -> list[MeasuredModel]:
         """All models with their bytes and losses, not timed."""
-        theirs = [*self._llama_models()]
-        budgets = (
-            sorted({each.bytes for each in theirs if each.label != "llama.cpp F32"}) if self._options.searches else []
-        )
+        theirs = [*self._llama_models(), *self._other_models()]
+        budgets = sorted({each.bytes for each in theirs if each.label != EXACT}) if self._options.searches else []
         plans = self._options.plans
         ours = [self._planned(each) for each in plans] if plans else [self._mixed(limit) for limit in budgets]
         ours += [self._ours(name, recipe) for name, recipe in self._uniform_recipes().items()]
@@ -117,13 +117,23 @@ class QualityComparison:
         whole = self._tools.convert(self._options.checkpoint, folder / "f32.gguf", "f32")
         text = made_once(folder / "calibration.txt", self._write_plain_text)
         importance = self._tools.importance(whole, text, folder / "importance.gguf", _LONGEST)
-        found = [self._measured("llama.cpp F32", "llama", whole)]
+        found = [self._measured(EXACT, "llama", whole)]
         for name in self._options.formats:
             for suffix, weights in (("", None), (" with importance", importance)):
                 file = folder / f"{name}{'-importance' if weights else ''}.gguf"
                 self._tools.quantize(whole, file, name, weights)
                 found.append(self._measured(f"llama.cpp {name}{suffix}", "llama", file))
         return found
+
+    def _other_models(self) -> Iterator[MeasuredModel]:
+        options, source = self._options, self._options.checkpoint
+        if options.genai_python is not None:
+            for block in (32, 128):
+                folder = genai_export(source, self._work / f"genai-{block}", block, options.genai_python)
+                yield self._measured(f"GenAI int4, blocks of {block}", "genai", folder)
+        if options.openvino_python is not None:
+            folder = openvino_model(source, self._work / "openvino", options.openvino_python)
+            yield self._measured(f"OpenVINO int4, blocks of {OPENVINO_BLOCK}", "openvino", folder)
 
     def _uniform_recipes(self) -> dict[str, ExportRecipe]:
         """Plans with one format for all linears, rounded as by default and with the calibration text."""
@@ -135,9 +145,9 @@ class QualityComparison:
         for block, zero_points in ((32, False), (64, True), (64, False), (128, False)):
             body = WeightFormat(4, block, zero_points=zero_points, half_scales=True)
             for method in self._options.methods:
-                found[f"edge-run {body}, int8 head, {method.value}"] = replace(
-                    self._calibrated(method.value), weights=body, head=replace(body, bits=8), method=method
-                )
+                recipe = replace(self._calibrated(method.value), weights=body, method=method)
+                found[f"edge-run {body}, {method.value}"] = recipe
+                found[f"edge-run {body}, int8 head, {method.value}"] = replace(recipe, head=replace(body, bits=8))
         return found
 
     def _mixed(self, limit: int) -> MeasuredModel:
@@ -252,12 +262,13 @@ class QualityComparison:
         return loaded
 
     def _worker(self, model: MeasuredModel) -> Worker:
+        pythons = {"llama": self._tools.python, "genai": self._options.genai_python}
         return Worker(
             model.label,
             model.engine,
             model.path,
-            python=None if model.is_ours else self._tools.python,
-            environment={} if model.is_ours else self._tools.environment,
+            python=pythons.get(model.engine, None if model.is_ours else self._options.openvino_python),
+            environment=self._tools.environment if model.engine == "llama" else {},
             threads=self._options.threads,
             capacity=_LONGEST,
         )
@@ -297,6 +308,9 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True, help="other conversations, JSON lines")
     parser.add_argument("--llama-python", metavar="PATH", required=True, help="interpreter that has llama-cpp-python")
     parser.add_argument("--llama-source", type=Path, metavar="DIR", required=True, help="source, built in DIR/build")
+    parser.add_argument("--genai-python", metavar="PATH", help="interpreter that has onnxruntime-genai and its builder")
+    parser.add_argument("--openvino-python", metavar="PATH", help="interpreter that has openvino-genai, optimum-intel")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw KL over bytes (needs matplotlib)")
     parser.add_argument("--formats", nargs="+", metavar="NAME", default=QUANTIZATIONS)
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--texts", type=int, default=200)
@@ -318,8 +332,10 @@ def main() -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 130
-    exact = next(each for each in models if each.label.endswith("F32"))
+    exact = next(each for each in models if each.label == EXACT)
     show(console, models, exact.bytes // 4)
+    if options.plot is not None:
+        draw(options.plot, models, exact.bytes // 4)
     print(json.dumps({"benchmark": "peer_quality", "models": [as_json(each) for each in models]}))
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+EXACT: Final = "llama.cpp F32"
+"""Label of the model without loss, whose bytes say how many weights there are."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,10 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
         )
     console.print(table)
     answer = Table(title="edge-run's plan of lowest KL with no more bytes that is no slower")
-    for name in ("llama.cpp", "KL", "MB", "ms", "edge-run", "KL", "MB", "ms", "KL / theirs"):
-        answer.add_column(name, justify="left" if name in ("llama.cpp", "edge-run") else "right")
+    for name in ("model", "KL", "MB", "ms", "edge-run", "KL", "MB", "ms", "KL / theirs"):
+        answer.add_column(name, justify="left" if name in ("model", "edge-run") else "right")
     for each in models:
-        if each.is_ours or each.label.endswith("F32"):
+        if each.is_ours or each.label == EXACT:
             continue
         ours = better_plan(each, models)
         cells = (
@@ -81,13 +84,35 @@ def show(console: Console, models: Sequence[MeasuredModel], weights: int) -> Non
             )
         )
         answer.add_row(
-            each.label.removeprefix("llama.cpp "),
+            each.label,
             f"{each.kl:.5f}",
             f"{each.bytes / 1e6:.3f}",
             f"{each.decode_ms:.3f}",
             *cells,
         )
     console.print(answer)
+
+
+def draw(file: Path, models: Sequence[MeasuredModel], weights: int) -> None:
+    """Draw the mean KL over bits per weight, with a line through what no other model of the engine is better than."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 -- only this needs it
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    groups: dict[str, list[MeasuredModel]] = {}
+    for each in models:
+        if each.label != EXACT:
+            groups.setdefault(each.label.split()[0], []).append(each)
+    for (name, group), marker in zip(groups.items(), "osD^", strict=False):
+        points = sorted((8 * each.bytes / weights, each.kl) for each in group)
+        best = [(bits, kl) for bits, kl in points if kl <= min(other for at, other in points if at <= bits)]
+        (line,) = axes.plot(*zip(*best, strict=True), linewidth=1)
+        axes.plot(*zip(*points, strict=True), marker, color=line.get_color(), label=name, markersize=5)
+    axes.set(xlabel="bits per weight, all tensors of the file", ylabel="mean KL divergence from float32, nats")
+    axes.set_yscale("log")
+    axes.grid(visible=True, which="both", linewidth=0.3)
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None})
 
 
 def _ratio(ours: MeasuredModel, theirs: MeasuredModel) -> str:
