@@ -137,6 +137,21 @@ def image_graph(
         CannotRewriteError: the graph is not one that edge-run has exported, or has attention that cannot do so.
     """
     editor = GraphEditor(graph, model)
+    _take_features(editor, hidden_size, layers)
+    if bidirectional:
+        from ..long_context.dense_attention import dense_graph  # noqa: PLC0415 -- one family needs it
+
+        return dense_graph(editor, causal=False), None
+    tables = _rotate_by_inputs(editor) if own_rotation else None
+    return editor.serialized(), tables
+
+
+def _take_features(editor: GraphEditor, hidden_size: int, layers: int) -> None:
+    """Let features of images take the place of embeddings, and be added to the outputs of the first `layers` layers.
+
+    Raises:
+        CannotRewriteError: the graph is not one that edge-run has exported.
+    """
     embedded = next((name for name in _EMBEDDED if editor.producer(name) is not None), None)
     if embedded is None:
         raise CannotRewriteError("its embedding is not known")
@@ -172,12 +187,6 @@ def image_graph(
                 yield onnx_node("ScatterND", inputs, f"{output}.seen", reduction=how)
 
     editor.rewrite(seen)
-    if bidirectional:
-        from ..long_context.dense_attention import dense_graph  # noqa: PLC0415 -- one family needs it
-
-        return dense_graph(editor, causal=False), None
-    tables = _rotate_by_inputs(editor) if own_rotation else None
-    return editor.serialized(), tables
 
 
 def _add_input(editor: GraphEditor, name: str, shape: list[int | str], default: npt.NDArray[Any]) -> None:
