@@ -137,7 +137,7 @@ class ImageProcessor(ABC):
 
     def malformed(self, name: str, value: object) -> BundleError:
         """The error of a setting that has a value of another form."""
-        return BundleError(f"{self._where}: {name} is {shown(value)}", "export the model again")
+        return BundleError(f"{self._where}: {name} is {shown(value)}", "restore the file, or export the model again")
 
 
 def _settings_in_genai(processor: Mapping[str, Any]) -> dict[str, Any]:
