@@ -46,6 +46,7 @@ class ServeOptions:
         "A web origin whose pages may use the server, such as https://example.com; may be repeated.",
         metavar="ORIGIN",
     )
+    allow_image_urls: bool = option(False, "Fetch images at http and https URLs in requests, from public addresses.")
     prefix: list[Path] | None = option(
         None,
         "What many requests begin with: a text file with their system message, or a .json file with the body "
@@ -86,6 +87,7 @@ def serve(
         api_key=_api_key(options.api_key, options.api_key_file),
         allow_hosts=tuple(options.allow_host or ()),
         allow_origins=tuple(options.allow_origin or ()),
+        allow_image_urls=options.allow_image_urls,
         max_body_bytes=parse_bytes(options.max_body, "--max-body"),
     )
     prefixes = [KeptPrefix.read(path) for path in options.prefix or ()]

@@ -26,6 +26,7 @@ from ..service.openai_objects import GenerationObjects
 from ..service.request_error import describe
 from .http_messages import LARGE_BODY, error_response, next_events, read_body, watching_client
 from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json, server_failure
+from .image_urls import with_fetched_images
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings
 
@@ -138,17 +139,20 @@ class Endpoint(ProtocolRoute):
         if (body := await read_body(scope, receive, send, self._service.settings)) is None:
             return
         CLIENT.set(scope["client"][0] if scope.get("client") else "")
-        large = len(body) >= LARGE_BODY
+        large, settings = len(body) >= LARGE_BODY, self._service.settings
         pieces: LoopQueue[bytes] = LoopQueue()
         try:
-            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self._parse, body) if large else None
-            request = self._parse(body) if parsed is None else await parsed
+            given: bytes | dict[str, Any] = body
+            if settings.allow_image_urls and (b"http:" in body or b"https:" in body):
+                given, large = await with_fetched_images(body), True
+            parsed = asyncio.get_running_loop().run_in_executor(_PARSERS, self._parse, given) if large else None
+            request = self._parse(given) if parsed is None else await parsed
             run = Run(partial(self._work, request, large), "edge-run request", pieces)
             self._service.start(run)
         except EdgeError as error:
             await error_response(error, scope)(scope, receive, send)
             return
-        del body
+        del body, given
         streams = getattr(request, "stream", False)
         disconnected = asyncio.Event()
 

@@ -27,6 +27,8 @@ class ServerSettings:
     """Further host names by which clients may address the server."""
     allow_origins: tuple[str, ...] = ()
     """Web origins whose pages may use the server, such as `https://example.com`; `*` for all."""
+    allow_image_urls: bool = False
+    """Whether images at web addresses are fetched."""
     max_body_bytes: int = 32 << 20
     """Largest body of a request."""
     max_requests: int = 256

@@ -52,7 +52,7 @@ class TextPart(StrictStruct, tag_field="type", tag="text"):
 class ImageUrl(StrictStruct):
     """Where an image is."""
 
-    url: Annotated[str, about("A data: URL in base64; other URLs are not fetched.")]
+    url: Annotated[str, about("A data: URL in base64; a server with --allow-image-urls fetches others.")]
     detail: Annotated[str | None, about("Accepted; the model's own resolution is used.")] = None
 
 

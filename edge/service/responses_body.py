@@ -45,7 +45,7 @@ class InputText(StrictStruct, tag_field="type", tag="input_text"):
 class InputImage(StrictStruct, tag_field="type", tag="input_image"):
     """An image of a user's, for a model that was exported with its vision tower."""
 
-    image_url: Annotated[str, about("A data: URL in base64; other URLs are not fetched.")]
+    image_url: Annotated[str, about("A data: URL in base64; a server with --allow-image-urls fetches others.")]
     detail: Annotated[str | None, about("Accepted; the model's own resolution is used.")] = None
     file_id: Annotated[None, about("Not supported: files are not stored.")] = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None

@@ -42,8 +42,6 @@ class TileTokens:
 
     def merged(self, features: Floats) -> Floats:
         """Features `[n, tokens, hidden]` of the tokens, of those of the tile."""
-        if self.sizes.size == self.groups.size:
-            return features
         # Not by a matrix product: the threads of NumPy's library would spin beside the next pass.
         ordered = features[:, np.argsort(self.groups, kind="stable")]
         sums: Floats = np.add.reduceat(ordered, np.cumsum(self.sizes) - self.sizes, axis=1)
@@ -64,12 +62,9 @@ def tokens_of(image: ProcessedImage, slot: str, share: float) -> tuple[str, list
         groups = np.arange(count) if share == 1 else _alike(tile, count, math.ceil(share * count))
         order = np.argsort(groups, kind="stable")
         sizes = np.bincount(groups)
-        middles = order[np.cumsum(sizes) - sizes + sizes // 2]
-        ranks = np.argsort(np.argsort(middles))
-        middles = np.sort(middles)
-        places = middles[None] if image.grid is None else np.indices(image.grid).reshape(2, -1)[:, middles]
-        if image.grid is not None:  # time stands still within an image
-            places = np.concatenate([np.zeros_like(places[:1]), places])
+        middles, ranks = np.unique(order[np.cumsum(sizes) - sizes + sizes // 2], return_inverse=True)
+        # Time stands still within an image.
+        places = middles[None] if image.grid is None else np.indices((1, *image.grid)).reshape(3, -1)[:, middles]
         tiles.append(TileTokens(ranks[groups], places, count if image.grid is None else max(image.grid)))
     stays = [index < each.sizes.size for each in tiles for index in range(each.groups.size)]
     parts = zip(image.text.split(slot), [*stays, False], strict=True)

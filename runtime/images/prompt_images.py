@@ -53,10 +53,9 @@ class PromptImages:
         tiles = [tile for each in images for tile in each.by_tile]
         sizes = np.concatenate([tile.sizes for tile in tiles])
         self.merged_tokens: Final = int(sizes.sum()) - sizes.size
-        self._weights: Final = np.zeros(len(token_ids) if self.merged_tokens else 0, np.float32)
-        """What is added to the attention that each token gets; empty for nothing."""
-        if self.merged_tokens:
-            self._weights[self._slots] = np.log(sizes)
+        self._weights: Final = np.zeros(len(token_ids), np.float32)
+        """What is added to the attention that each token gets."""
+        self._weights[self._slots] = np.log(sizes)
         has_axes = model.processor.axes is not None
         self._positions: Final = self._placed(tiles, len(token_ids)) if has_axes or self.merged_tokens else None
         """Positions int64 `[axes, n]`, in time, rows and columns or one alone; None where they are the slots."""
@@ -88,7 +87,7 @@ class PromptImages:
             return options
         check_prompt_fits(prompt_ids, context - self._shift)
         left = context - self._shift - len(prompt_ids)
-        return replace(options, max_tokens=left if options.max_tokens is None else min(left, options.max_tokens))
+        return replace(options, max_tokens=min(left, options.max_tokens or left))
 
     def keyed(self, token_ids: Sequence[int]) -> list[int]:
         """The beginning of the prompt and what follows it, with keys in place of image tokens."""
