@@ -22,7 +22,8 @@ from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
 from .bound_graph import ALONE, BoundGraph, NewTokens, OtherTexts
 from .graph_io import Floats, GraphIO, LogitsMode, first_slot
-from .ort import ORT_ERRORS, run_failure, run_options
+from .memory import MappedPages
+from .ort import ACTIVATIONS, ORT_ERRORS, run_failure
 from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import FeaturesOutput, HiddenStatesOutput, LogitsOutput
 from .shared_passes import SharedGraph, SharedPasses, TextBinding
@@ -42,7 +43,12 @@ class BoundSession(BoundGraph):
         first_session: session for passes without cached tokens, if those have a graph of their own.
         hidden_states: whether passes return the hidden states too; the graph must give them.
         shared: runs passes together with those of other texts, and the graph there; None if all run alone.
+
+    Attributes:
+        pages: the weights that passes read.
     """
+
+    pages = MappedPages()
 
     def __init__(
         self,
@@ -58,9 +64,6 @@ class BoundSession(BoundGraph):
         self._first_session = first_session
         self._shared: Final = None if shared is None else shared[0]
         self._io = session.io_binding() if shared is None else TextBinding(shared[1])
-        self._run_options = run_options()
-        # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
-        self._run_options.add_run_config_entry("gpu_graph_id", "-1")
         self.graph_io = graph_io
         self._by_window: Final[dict[int, list[int]]] = {}
         """Indices of the cache tensors by the windows of their layers."""
@@ -204,7 +207,7 @@ class BoundSession(BoundGraph):
                     first_io = self._first_session.io_binding()
                     self._inputs.bind_without_cache(first_io, {node.name for node in self._first_session.get_inputs()})
                     self._bind_first_outputs(first_io, width)
-                    self._first_session.run_with_iobinding(first_io, self._run_options)
+                    self._first_session.run_with_iobinding(first_io, ACTIVATIONS.pass_options(width))
             except ORT_ERRORS as error:
                 raise run_failure("the model", error) from error
             if self._growing is not None:
@@ -219,13 +222,14 @@ class BoundSession(BoundGraph):
         return finish
 
     def _run_session(self) -> None:
+        options = ACTIVATIONS.pass_options(self._inputs.width)
         if self.shares_passes and self._shared is not None:
-            self._shared.run(self._io, self._run_options)
+            self._shared.run(self._io, options)
             texts, tokens, waited_s = self._io.others
             # A pass in several parts has waited in each.
             self.others = OtherTexts(texts, tokens, self.others.waited_s + waited_s)
         else:
-            self._session.run_with_iobinding(self._io, self._run_options)
+            self._session.run_with_iobinding(self._io, options)
 
     def _bind_first_outputs(self, io: Any, width: int) -> None:
         """Bind what the graph without cache inputs returns of a pass over `width` tokens."""

@@ -86,13 +86,14 @@ class FurtherGraph(ABC):
             EdgeError: it cannot be loaded.
         """
 
-    def measure(self, new: NewTokens, own: BoundSession, further: BoundSession) -> None:
+    def measure(self, new: NewTokens, own: BoundSession, further: BoundSession, drop: Callable[[], None]) -> None:
         """Find out whether this graph runs a pass, where `takes` does not know.
 
         Args:
             new: the tokens of the pass; afterwards `takes` knows whether it takes it.
             own: the base graph, bound to the arena of the pass, whose committed slots must stay as they are.
             further: this graph, bound to the same arena.
+            drop: called before passes of another graph: gives back the memory of the weights that were read.
 
         Raises:
             ContextError: the tokens do not fit the context.
@@ -267,26 +268,25 @@ class ChosenSession(BoundGraph):
 
     def _chosen(self, new: NewTokens) -> tuple[BoundSession, NewTokens]:
         """The first graph that takes a pass, and the pass as it runs there."""
-        bound, base, limit, copy = self._own, self.arena.length, self._graphs.page_limit, None
+        bound, base, limit = self._own, self.arena.length, self._graphs.page_limit
+        is_copy = False
         self.last_graph = BASE_GRAPH
         for graph in self._takers:
             takes = graph.name == self.preferred or graph.takes(new, base)
             if takes is not False and (chosen := self._bound_to(graph)) is not None:
                 if takes is None:
-                    limit.drop()
                     # Timed passes run alone; the graph that runs the pass itself gets the answer's setting below.
                     self._base.shares_passes = chosen.shares_passes = False
-                    graph.measure(new, self._base, chosen)
+                    graph.measure(new, self._base, chosen, limit.drop)
                     limit.drop()
                     if not graph.takes(new, base):
                         continue
                 self.last_graph = graph.name
                 bound = chosen
                 bound.supply(graph.inputs(new))
-                if graph.is_copy:
-                    copy = self._graphs.loaded[graph.name].pages
+                is_copy = graph.is_copy
                 break
-        limit.renew(copy, len(new.ids))
+        limit.renew(bound.pages, len(new.ids), is_copy=is_copy)
         bound.whole_logits = self.whole_logits
         bound.shares_passes = self.shares_passes
         # What another graph computes differs in rounding, so exact answers compute these slots again.

@@ -9,6 +9,7 @@ process can return all of it; on other systems nothing is done here.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
 
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15
 _SMALL: Final = 1 << 20
 """Bytes; listing what a process maps, with the pages of each mapping, costs more time than so little is worth."""
 _INTERVAL_S: Final = 0.1
@@ -88,7 +89,7 @@ class MappedPages:
             each for each in self._mappings if packed and each.offset not in packed and each.size > _SMALL
         ]
         for each in self._mappings:
-            _advise(each, _MADV_HUGEPAGE)
+            _advise(each, _MADV_NOHUGEPAGE if each in self._rows else _MADV_HUGEPAGE)
         self.size: Final = sum(each.size for each in self._mappings)
 
     def drop(self, kept: float = 0) -> None:
@@ -158,7 +159,9 @@ class PageLimit:
     def __init__(self, size: int, pages: Callable[[], Iterable[MappedPages]]) -> None:
         self._size: Final = size
         self._pages: Final = pages
-        self._copy: MappedPages | None = MappedPages()
+        self._current = MappedPages()
+        """Those of the graph that runs."""
+        self._is_copy = False
         self._rows_read = 0
         self._until = 0.0
         self._thread = threading.Thread()
@@ -167,17 +170,20 @@ class PageLimit:
         """Bytes of mapped files that are not the sessions'."""
         self._dropped_at = 0.0
 
-    def renew(self, copy: MappedPages | None, tokens: int) -> None:
+    def renew(self, current: MappedPages, tokens: int, *, is_copy: bool) -> None:
         """Keep the limit during the pass that follows.
 
         Args:
-            copy: the pages that the pass reads, if they are a second copy of the weights, of which nothing stays when
-                others are read. The limit is a tight one then, although some of the copy has to be read again.
+            current: the pages that the pass reads; those of the graph that ran before are dropped.
             tokens: number of the pass's tokens, of each of which a row of the embedding is read.
+            is_copy: whether they are a second copy of the weights, of which nothing stays when others are read. The
+                limit is a tight one then, although some of the copy has to be read again.
         """
-        if copy is not self._copy:
-            self.drop()
-            self._copy = copy
+        if current is not self._current:
+            # Graphs that run in turns, as those for other widths do, would read everything anew each time.
+            if is_copy or self._is_copy or time.monotonic() - self._dropped_at > _LEAST_PAUSE_S:
+                self.drop()
+            self._current, self._is_copy = current, is_copy
             self._woken.set()
         self._rows_read += tokens
         if self._rows_read > _MANY_ROWS:
@@ -193,13 +199,12 @@ class PageLimit:
 
     def enforce(self) -> float:
         """Drop pages if too many are resident; returns the seconds until this has to be asked again, 0 for never."""
-        tight, now = self._copy is not None, time.monotonic()
+        tight, now = self._is_copy, time.monotonic()
         ended = now > self._until
         size = self._size * _TIGHT if tight else self._size
         may_drop = tight or now - self._dropped_at > _LEAST_PAUSE_S
         if may_drop and _resident_file_bytes() - self._others > size:
-            self._dropped_at = now
-            self._drop(self._copy)
+            self._drop(self._size * _KEPT if tight else math.inf)
         if ended and tight:
             self.drop()
         return 0.0 if ended else _TIGHT_INTERVAL_S if tight else _INTERVAL_S
@@ -209,9 +214,11 @@ class PageLimit:
         self._drop()
         self._others = _resident_file_bytes()
 
-    def _drop(self, copy: MappedPages | None = None) -> None:
+    def _drop(self, kept: float = 0) -> None:
+        """Drop the pages of all sessions, but for so many bytes of the graph that runs."""
+        self._dropped_at = time.monotonic()
         for each in self._pages():
-            each.drop(self._size * _KEPT if each is copy else 0)
+            each.drop(kept if each is self._current else 0)
 
 
 def _keep(limit: weakref.ref[PageLimit], woken: threading.Event) -> None:

@@ -30,6 +30,8 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
 _NODE_FAILED: Final = re.compile(
     r"(?:Error in execution: )?Non-zero status code returned while running (\S+ node)\. Name:'[^']*' Status Message: "
 )
+_NARROW: Final = 32
+"""Tokens of the widest pass that keeps the memory of its activations: decoding and drafts."""
 _SOURCE_POSITION: Final = re.compile(r"/\S+\.(cc|h):\d+ ?")
 
 if telemetry_is_disabled():
@@ -37,10 +39,46 @@ if telemetry_is_disabled():
     ort.disable_telemetry_events()
 
 
+def run_options() -> ort.RunOptions:
+    """Run options without log output."""
+    options = ort.RunOptions()
+    options.log_severity_level = SILENT
+    # No graph capture. Without this entry, every pass throws and catches an exception looking for it: 29 us.
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
+
+
+class ActivationMemory:
+    """The memory of the activations of all sessions of this process, which passes take in turns."""
+
+    def __init__(self) -> None:
+        self._plain, self._shrinking = run_options(), run_options()
+        self._is_large = False
+        where = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+        try:
+            ort.create_and_register_allocator(where, ort.OrtArenaCfg({}))
+        except ORT_ERRORS:  # the program that edge-run is a part of has registered one of another kind
+            self._session_entries: dict[str, str] = {}
+            return
+        self._session_entries = {"session.use_env_allocators": "1"}
+        self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+
+    def join(self, options: ort.SessionOptions) -> None:
+        """Let the activations of a session lie there."""
+        for name, value in self._session_entries.items():
+            options.add_session_config_entry(name, value)
+
+    def pass_options(self, width: int) -> ort.RunOptions:
+        """Run options of a pass over `width` tokens; the first narrow one after wide ones returns what those took."""
+        is_large, self._is_large = self._is_large, width > _NARROW
+        return self._shrinking if is_large and not self._is_large else self._plain
+
+
 def session_options(threads: int = 0) -> ort.SessionOptions:
     """Session options without log output; `threads` is the number of intra-op threads, 0 for `default_threads`."""
     options = ort.SessionOptions()
     options.log_severity_level = SILENT
+    ACTIVATIONS.join(options)
     threads = threads or default_threads()
     # Without a number, ONNX Runtime starts a thread for every physical core and binds it to that core, also where the
     # process may not run there or the core is a slow one.
@@ -48,11 +86,7 @@ def session_options(threads: int = 0) -> ort.SessionOptions:
     return options
 
 
-def run_options() -> ort.RunOptions:
-    """Run options without log output."""
-    options = ort.RunOptions()
-    options.log_severity_level = SILENT
-    return options
+ACTIVATIONS: Final = ActivationMemory()
 
 
 def load_session(

@@ -211,7 +211,9 @@ class GraphSession(DecoderGraph):
         if self.config.device.provider != CPU_PROVIDER:
             return DeviceSession(session, graph_io, arena, first, self._lock, hidden_states=hidden_states)
         kind = HybridSession if graph_io.states else BoundSession
-        return kind(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
+        bound = kind(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
+        bound.pages = self.pages
+        return bound
 
     def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
         """Run the passes that several threads hand in as one; returns what runs them, or why nothing can.

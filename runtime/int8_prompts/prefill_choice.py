@@ -28,8 +28,8 @@ TIMING: Final = "timing prompts"
 _NO_ROOM: Final = "could not be written to the cache folder"
 _NOT_LOADED: Final = "not loaded, which would take longer than it saves"
 """Why it did not read a prompt that is too short."""
-_CONTEXT: Final = 2304
-"""Tokens of the caches to measure with."""
+_CONTEXT: Final = 1088
+"""Tokens of the cache to measure with."""
 
 
 class PrefillChoice:
@@ -183,16 +183,16 @@ class PrefillChoice:
         if isinstance(plan, str):
             prompt.adopt(PromptChoice(plan), store=True)
             return
+        graphs.page_limit.drop()  # making it reads the weights once more
         if not prompt.fits(plan) or not self._write(prompt, progress):
             return
         graphs.release(prompt.name)
-        started = time.perf_counter()
-        int8 = graphs.bind_further(prompt, graphs.arena(self._context))
-        load_s = time.perf_counter() - started
-        if int8 is None:
+        arena, started = graphs.arena(self._context), time.perf_counter()
+        if graphs.bind_further(prompt, arena) is None:
             return
-        plain = graphs.bind(graphs.arena(self._context))
-        plain.prefers_base = True
+        load_s = time.perf_counter() - started
+        plain, int8 = graphs.bind(arena), graphs.bind(arena)
+        plain.prefers_base, int8.preferred = True, prompt.name
         prompts = quality_prompts(self._tokenizer)
         quality = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction))
         choice, busy = measure_prompt_speed(

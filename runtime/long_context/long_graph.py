@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -140,7 +141,7 @@ class LongContextGraph(FurtherGraph):
             return None
         return GraphSession(self._graph, self._config, self._metadata, model=model)
 
-    def measure(self, new: NewTokens, own: BoundSession, long: BoundSession) -> None:
+    def measure(self, new: NewTokens, own: BoundSession, long: BoundSession, drop: Callable[[], None]) -> None:
         """Time a pass in both graphs, over the cache that it has to read; the faster one runs it from now on.
 
         What was measured while other programs used the processor is kept as doubtful: a few later processes measure it
@@ -150,6 +151,7 @@ class LongContextGraph(FurtherGraph):
             new: the tokens of the pass.
             own: the model's own graph, bound to the arena.
             long: this graph, bound to the same arena.
+            drop: gives back the memory of the weights that were read.
 
         Raises:
             ContextError: the tokens do not fit the context.
@@ -158,13 +160,18 @@ class LongContextGraph(FurtherGraph):
         arena = own.arena
         replayed = arena.replayed
 
+        def own_pass() -> float:
+            drop()
+            return _time_pass(own, new)
+
         def long_pass() -> float:
+            drop()
             time.sleep(_PAUSE_S)
             return _time_pass(long, new)
 
         # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
         seconds, busy = take_turns(
-            [lambda: _time_pass(own, new), long_pass],
+            [own_pass, long_pass],
             self._config.threads,
             least=_TURNS,
             most=_MAX_TURNS,
@@ -187,6 +194,7 @@ def _place(width: int, base: int) -> str:
 
 
 def _time_pass(bound: BoundSession, new: NewTokens) -> float:
+    bound.run(new)  # maps the weights again
     started = time.perf_counter()
     bound.run(new)
     return time.perf_counter() - started

@@ -79,24 +79,38 @@ def test_mappings_of_others_are_kept(file: Path) -> None:
     assert resident(file) >= SIZE
 
 
-def test_more_than_the_limit_is_dropped_but_for_a_part_of_the_copy_that_is_read(file: Path, copy: Path) -> None:
+def test_pages_of_the_graph_that_runs_stay_and_those_of_others_go(file: Path, copy: Path) -> None:
+    (own, own_pages), (other, other_pages) = mapped(file, copy)
+    limit = PageLimit(SIZE * 2, lambda: (own_pages, other_pages))
+    limit.renew(own_pages, 1, is_copy=False)
+    assert resident(file) == resident(copy) == 0
+    assert own[:] == CONTENTS
+    assert other[:] == CONTENTS * 2
+    limit.renew(other_pages, 1, is_copy=False)
+    assert resident(file) >= SIZE  # graphs that run in turns would read everything anew
+    limit._dropped_at = 0.0
+    limit.enforce()
+    assert resident(file) == 0
+    assert resident(copy) >= SIZE * 2
+    assert own[:] == CONTENTS
+    limit._dropped_at = 0.0
+    limit.renew(own_pages, 1, is_copy=False)
+    assert resident(copy) == 0
+
+
+def test_nothing_of_a_copy_stays_and_while_it_is_read_a_part(file: Path, copy: Path) -> None:
     (own, own_pages), (other, copy_pages) = mapped(file, copy)
     both = MappedPages([*own_pages._mappings, *copy_pages._mappings])
     limit = PageLimit(SIZE * 2, lambda: (own_pages, both))
-    limit.renew(None, 1)
-    assert resident(file) == resident(copy) == 0
+    limit.renew(both, 1, is_copy=True)
     assert own[:] == CONTENTS
     limit.enforce()
     assert resident(file) >= SIZE  # not too much
     assert other[:] == CONTENTS * 2
     limit.enforce()
-    assert resident(file) == resident(copy) == 0
-    limit.renew(both, 1)
-    assert own[:] == CONTENTS
-    assert other[:] == CONTENTS * 2
-    limit.enforce()
     assert resident(copy) == 0  # the larger mapping goes first
-    limit.renew(None, 1)
+    assert own[:] == CONTENTS
+    limit.renew(own_pages, 1, is_copy=False)
     assert resident(file) == 0
 
 
@@ -120,11 +134,11 @@ def test_rows_of_what_is_not_packed_are_dropped_after_many_tokens(copy: Path) ->
         row = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ)
         whole = mmap.mmap(handle.fileno(), SIZE, prot=mmap.PROT_READ, offset=SIZE)
     limit = PageLimit(SIZE * 8, lambda: found)
-    limit.renew(None, 1)
+    limit.renew(found[0], 1, is_copy=False)
     assert row[:] == whole[:] == CONTENTS
-    limit.renew(None, 60)
+    limit.renew(found[0], 60, is_copy=False)
     assert resident(copy) == 2 * SIZE
-    limit.renew(None, 60)
+    limit.renew(found[0], 60, is_copy=False)
     assert resident(copy) == SIZE
     assert row[:] == CONTENTS
 
@@ -136,7 +150,7 @@ def test_a_large_limit_is_kept_in_a_thread(tmp_path: Path) -> None:
         handle.truncate(size)
     ((mapping, pages),) = mapped_zeros(path)
     limit = PageLimit(64 << 20, lambda: [pages])
-    limit.renew(None, 1)
+    limit.renew(MappedPages(), 1, is_copy=False)
     assert mapping[:].count(0) == size
     until = time.monotonic() + 60
     while resident(path) >= size:

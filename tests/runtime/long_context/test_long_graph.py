@@ -158,9 +158,9 @@ def test_what_other_programs_disturbed_is_measured_by_three_processes(
     measured: list[NewTokens] = []
     measure = LongContextGraph.measure
 
-    def counted(graph: LongContextGraph, new: NewTokens, own: BoundSession, long: BoundSession) -> None:
+    def counted(graph: LongContextGraph, new: NewTokens, *arguments: Any) -> None:
         measured.append(new)
-        measure(graph, new, own, long)
+        measure(graph, new, *arguments)
 
     monkeypatch.setattr(LongContextGraph, "measure", counted)
     least = (float("inf"), float("inf"))
