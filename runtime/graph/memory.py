@@ -183,6 +183,8 @@ class PageLimit:
             # Graphs that run in turns, as those for other widths do, would read everything anew each time.
             if is_copy or self._is_copy or time.monotonic() - self._dropped_at > _LEAST_PAUSE_S:
                 self.drop()
+            if self._is_copy:
+                self._dropped_at = 0.0  # a pass of the copy that an idle thread runs may go on for a moment
             self._current, self._is_copy = current, is_copy
             self._woken.set()
         self._rows_read += tokens
