@@ -14,6 +14,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
 from .graph.inputs_outputs import DraftFeatures
+from .npu.integer_linears import IntegerLinears
 from .npu.static_shapes import StaticShape
 
 
@@ -42,6 +43,8 @@ class BundleContent(SourceModel):
     """Whether the graph gives the states before its LM head, for embeddings."""
     static_shapes: tuple[StaticShape, ...] = ()
     """Sizes of the static graphs for NPUs to write beside it."""
+    integer_linears: IntegerLinears | None = None
+    """How these graphs compute linears in integers; None for float16."""
     vision: WeightFormat | None = None
     """Format of the weights of the vision tower; None to leave the tower out."""
     features: DraftFeatures | None = None

@@ -33,6 +33,7 @@ from .bundle_writer import write_bundle
 from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
+from .check.static_parity import StaticContractSession
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .drafts.make_draft import DraftRequest, make_draft
@@ -140,6 +141,22 @@ def _quality(folder: Path, model: CalibratedModel, progress: Progress) -> tuple[
     model.evaluator.release()
     progress(_STAGE, 0.5)
     return quality, shipped
+
+
+def integer_graphs_note(folder: Path, content: BundleContent, model: CalibratedModel) -> str:
+    """Measure graphs for NPUs with integer linears on the held-out text, and describe the result for the user.
+
+    Raises:
+        ExportError: ONNX Runtime cannot run them.
+    """
+    longest = max(map(len, model.text.held_out))
+    shapes = [each for each in content.static_shapes if each.logit_rows == each.width and each.capacity >= longest]
+    if not shapes:
+        return f"graphs for NPUs: not measured, as none has a context of {longest} tokens"
+    # Sorted by context, then by width.
+    fastest = [shape for shape in shapes if shape.capacity == shapes[0].capacity][-1]
+    found = model.evaluator.divergence_of(StaticContractSession(folder / fastest.file).logits_of)
+    return f"graphs for NPUs: mean KL {found.mean_kl:#.3g}, top-1 agreement {found.top1_agreement:.1%} on held-out text"
 
 
 def _sensitivities(

@@ -22,11 +22,12 @@ from .architectures.state_layers import ConvolutionConfig
 from .bundle_content import BundleContent
 from .bundle_writer import write_bundle
 from .calibration.prepare import prepare, settings_of
+from .calibration.smooth_quant import smoothed_linears
 from .calibration.work_folder import work_folder
 from .check.parity import Parity
 from .checkpoint.config import DecoderConfig
 from .checkpoint.open import open_source
-from .completion import complete_bundle
+from .completion import complete_bundle, integer_graphs_note
 from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_head import Head, add_draft_head, open_draft_head
 from .drafts.eagle_draft import read_head_kind
@@ -290,7 +291,11 @@ def _write(
     """Write the bundle; `folder` keeps intermediate results of an export that reads text, and is None for others."""
     prepared = None if folder is None else prepare(content, recipe, folder, progress)
     if prepared is not None:
-        content = replace(content, source=prepared.source, plan=prepared.plan)
+        integers = None
+        if recipe.activations is not None:
+            bits = int(recipe.activations.removeprefix("int"))
+            integers = smoothed_linears(content, prepared.text, prepared.statistics.of, bits, progress)
+        content = replace(content, source=prepared.source, plan=prepared.plan, integer_linears=integers)
     with bundle_written_whole(destination) as staging:
         manifest, quality, notes = write_bundle(
             staging, content, progress, sample_text=prepared is None and content.config.blocks is None
@@ -300,6 +305,8 @@ def _write(
             text = None if prepared is None else prepared.text
             notes.append(add_draft_head(head, recipe, staging, content, progress, text))
         if prepared is not None:
+            if content.integer_linears is not None:
+                notes.append(integer_graphs_note(staging, content, prepared))
             made = draft if draft is not None and draft.kind is None else None
             report = complete_bundle(staging, recipe, content, prepared, made, manifest, progress, started)
         if recipe.device == DeviceChoice.GPU:

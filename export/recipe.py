@@ -25,6 +25,7 @@ from .quantization.methods import (
 )
 from .quantization.option_values import (
     PRESETS,
+    ActivationsChoice,
     DeviceChoice,
     LayersChoice,
     MethodChoice,
@@ -114,6 +115,12 @@ class ExportRecipe:
         metavar="N,N,...",
         unset="512,2048,8192, as far as the model's context goes",
     )
+    activations: str | None = option(
+        None,
+        "NPU: type of the inputs and outputs of linears; int16 and int8 need calibration text.",
+        choices=ActivationsChoice,
+        unset="float16",
+    )
     hidden_states: bool = option(False, "Let the graph give hidden states too, for embeddings.")
     report: bool = option(False, "Write report.html and report.json, as every calibrated or mixed export does.")
     eval: Path | None = option(
@@ -190,7 +197,7 @@ class ExportRecipe:
         if self.device == DeviceChoice.NPU:
             parse_sizes(self.widths, self.contexts)
         else:
-            self._refuse(("widths", "contexts"), "without --device npu", "add --device npu")
+            self._refuse(("widths", "contexts", "activations"), "without --device npu", "add --device npu")
         self._check_draft()
         self._check_layout()
 
@@ -312,9 +319,9 @@ class ExportRecipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether inputs of linears are measured: for AWQ, GPTQ and mixed weights, or by calibration or a seed."""
+        """Whether inputs of linears are measured: for AWQ, GPTQ, mixed weights, integers, or by calibration or seed."""
         asked = self.calibration is not None or self.calibration_tokens is not None or self.seed != 0
-        return asked or self.awq or self.mixed or self.rounding is Method.GPTQ
+        return asked or self.awq or self.mixed or self.rounding is Method.GPTQ or self.activations is not None
 
     @property
     def calibration_file(self) -> Path | None:

@@ -58,6 +58,7 @@ def export(
     edge-run export Qwen/Qwen3-1.7B my-model --draft AngelSlim/Qwen3-1.7B_eagle3
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --device gpu
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --device npu --widths 1,4,128 --contexts 512,2048
+    edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model --weights int8 --device npu --activations int16
     edge-run export ./Phi-3-mini-4k-instruct-onnx/cpu-int4 my-model
     edge-run export optimum-export/model.onnx my-model --weights int4
     edge-run export Qwen/Qwen2.5-0.5B-Instruct my-model

@@ -129,13 +129,9 @@ def apply_awq(
     Raises:
         CheckpointError: A tensor cannot be read.
     """
-    layers = (layer_layout(config, index) for index in range(config.layers))
-    candidates = [each for layer in layers for each in _scalable_linears(layer, config)]
-    if not config.tied_head:
-        candidates.append(_ScalableLinear(head_layout(config), norm=final_norm(config)))
-    scales = AwqScales()
+    candidates, scales = scalable_linears(config), AwqScales()
 
-    def search(candidate: _ScalableLinear) -> Float32Array | None:
+    def search(candidate: ScalableLinear) -> Float32Array | None:
         linear, known = candidate.linear, statistics(candidate.linear.name)
         if known is None:
             return None
@@ -150,7 +146,7 @@ def apply_awq(
 
 
 @dataclass(frozen=True)
-class _ScalableLinear:
+class ScalableLinear:
     """A linear whose inputs can be divided by factors where they are computed."""
 
     linear: FusedLinear
@@ -179,27 +175,36 @@ class _ScalableLinear:
             scales.rows.update(_by_tensor(self.producer, self.first_row, outputs))
 
 
-def _scalable_linears(layer: Layer, config: DecoderConfig) -> Iterator[_ScalableLinear]:
+def scalable_linears(config: DecoderConfig) -> list[ScalableLinear]:
+    """All linears of a model whose inputs can be divided by factors where they are computed."""
+    layers = (layer_layout(config, index) for index in range(config.layers))
+    candidates = [each for layer in layers for each in _of_layer(layer, config)]
+    return (
+        candidates if config.tied_head else [*candidates, ScalableLinear(head_layout(config), norm=final_norm(config))]
+    )
+
+
+def _of_layer(layer: Layer, config: DecoderConfig) -> Iterator[ScalableLinear]:
     if layer.before_attention is not None:
         beside: tuple[FusedLinear, ...] = () if layer.gates is None else (layer.gates,)
-        yield _ScalableLinear(layer.qkv, norm=layer.before_attention, beside=beside)
+        yield ScalableLinear(layer.qkv, norm=layer.before_attention, beside=beside)
     if (producer := layer.producer) is not None:
-        yield _ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
+        yield ScalableLinear(layer.output, None, layer.qkv, producer.first_row, producer.shared)
     if layer.before_mlp is not None:
         # The router keeps its scores: its columns are multiplied by the same factors, and it stays in float32.
         of_shared = () if layer.shared is None else (layer.shared.gate_up, *filter(None, (layer.shared.gate,)))
         beside = () if layer.router is None else (layer.router, *of_shared)
-        yield _ScalableLinear(layer.gate_up, norm=layer.before_mlp, beside=beside)
+        yield ScalableLinear(layer.gate_up, norm=layer.before_mlp, beside=beside)
     if layer.router is None:
-        yield _ScalableLinear(layer.down, producer=layer.gate_up, first_row=layer.gate_up.shape[0] // 2)
+        yield ScalableLinear(layer.down, producer=layer.gate_up, first_row=layer.gate_up.shape[0] // 2)
     elif config.experts is not None and not config.experts.up_offset and config.experts.limit is None:
         # The inputs of an expert's second linear are proportional to the rows of up of its first one. With bounds of
         # up, or a constant that is added to it, they would not be.
         for expert in range(layer.down.experts):
             second, first = _expert(layer.down, expert), _expert(layer.gate_up, expert)
-            yield _ScalableLinear(second, producer=first, first_row=first.shape[0] // 2)
+            yield ScalableLinear(second, producer=first, first_row=first.shape[0] // 2)
     if (shared := layer.shared) is not None:
-        yield _ScalableLinear(shared.down, producer=shared.gate_up, first_row=shared.gate_up.shape[0] // 2)
+        yield ScalableLinear(shared.down, producer=shared.gate_up, first_row=shared.gate_up.shape[0] // 2)
 
 
 def _expert(linear: FusedLinear, expert: int) -> FusedLinear:

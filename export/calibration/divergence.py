@@ -174,9 +174,18 @@ class PlanEvaluator:
         Raises:
             ExportError: The graph cannot be loaded or run.
         """
+        session = ContractSession(bundle, max(map(len, self._text)))
+
+        def logits_of(tokens: TokenArray, rows: npt.NDArray[np.int64]) -> Float32Array:
+            session.reset()
+            return session.forward(tokens, rows)
+
+        return self.divergence_of(logits_of)
+
+    def divergence_of(self, logits_of: Callable[[TokenArray, npt.NDArray[np.int64]], Float32Array]) -> Divergence:
+        """Measure a graph by the logits that it computes at some positions of a text, float32 [r, vocabulary]."""
         numbers = self._first_batches(None)
         self._run_reference(numbers)
-        session = ContractSession(bundle, max(map(len, self._text)))
         differences = []
         for number in numbers:
             batch = self._batches[number]
@@ -184,9 +193,8 @@ class PlanEvaluator:
             rows = np.cumsum(batch.counted.ravel()).reshape(batch.counted.shape) - 1
             for which in np.unique(batch.texts[batch.counted]).tolist():
                 own = batch.texts == which
-                session.reset()
                 counted = np.flatnonzero(batch.counted[own])
-                logits[rows[own & batch.counted]] = session.forward(self._text[which], counted)
+                logits[rows[own & batch.counted]] = logits_of(self._text[which], counted)
             following, step = batch.following[batch.counted], self._runner.logits_batch
             for start, reference in zip(range(0, batch.count, step), self._references[number], strict=True):
                 part = slice(start, start + step)

@@ -49,6 +49,8 @@ class CalibratedModel(NamedTuple):
     """The checkpoint, with the codes of the plan's linears."""
     plan: QuantPlan
     text: CalibrationText
+    statistics: StatisticsStore
+    """Statistics of the checkpoint's inputs, AWQ scaling not applied; there are none without calibration."""
     evaluator: PlanEvaluator
     """Measures plans on held-out text, with the linears as the bundle has them."""
     independent_evaluator: PlanEvaluator
@@ -115,6 +117,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         source=store,
         plan=plan,
         text=text,
+        statistics=statistics,
         evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
         independent_evaluator=independent,
         uncalibrated_evaluator=PlanEvaluator(checkpoint, text.held_out, uncalibrated.weights, folder / "uncalibrated"),

@@ -66,6 +66,15 @@ class StaticContractSession:
         """Cache buffers by the name of their input, zeros."""
         return {name: np.zeros(shape, np.float16) for name, shape in self.caches.items()}
 
+    def logits_of(self, tokens: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Logits of some tokens of a text that fits into the cache, float32 [r, vocabulary].
+
+        The graph has to be one that gives the logits of all tokens.
+        """
+        cache, starts = self.empty_cache(), range(0, len(tokens), self.width)
+        passes = [self.extend(cache, start, tokens[start : start + self.width]).logits for start in starts]
+        return np.concatenate(passes)[rows].astype(np.float32)
+
     def run(
         self,
         cache: dict[str, npt.NDArray[np.float16]],

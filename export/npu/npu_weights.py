@@ -12,12 +12,15 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ...errors import ExportError
 from ...models.manifest import WeightFormat
+from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.source import ModelSource
-from ..graph.initializers import HALF_SCALES, INLINE_BELOW, WeightFile
-from ..quantization.codes import dequantize_rows, pack_zero_points
+from ..graph.initializers import HALF_SCALES, INLINE_BELOW, WeightFile, external_tensor
+from ..quantization.codes import dequantize_rows, pack_codes, pack_zero_points
+from .integer_linears import IntegerLinears
 
 Array = npt.NDArray[Any]
 
+_INTEGERS: Final = {4: TensorProto.INT4, 8: TensorProto.INT8}
 _ROWS: Final = 4096
 """Rows that are converted at a time."""
 
@@ -37,6 +40,7 @@ class NpuWeights:
         folder: Path,
         source: ModelSource,
         data: WeightFile,
+        integers: IntegerLinears | None = None,
     ) -> None:
         """Start with nothing.
 
@@ -45,14 +49,16 @@ class NpuWeights:
             folder: the bundle's folder, which has the data file of model.onnx.
             source: the tensors from which model.onnx was written, for norms and biases.
             data: the data file of the static graphs.
+            integers: how linears are computed in integers; None for float16.
         """
+        self.integers: Final = integers
         self.protos: dict[str, TensorProto] = {}
         """Initializers by name."""
         self.embedding_bytes = 0
         """Bytes of the embedding."""
         self._stored = {proto.name: proto for proto in stored}
         self._folder = folder
-        self._source = source
+        self._source = source if integers is None else integers.source
         self._data = data
 
     def shared(self, name: str) -> str:
@@ -106,6 +112,23 @@ class NpuWeights:
             )
             self._data.append(_half(name, values))
         return name
+
+    def integer_matrix(self, integers: IntegerLinears, linear: FusedLinear, name: str, bits: int) -> list[str]:
+        """Store a matrix of a linear in 4 or 8 bits: codes [K, N], scales [N] and zero points.
+
+        The HTP takes weights of 4 bits without zero points, but computes wrong values.
+        """
+        names = [f"{name}.{part}" for part in ("integers", "integer_scales", "integer_zeros")]
+        if names[0] not in self.protos:
+            codes, scales = integers.matrix(linear, name, bits)
+            self.constant(names[1], scales, half=True)
+            for each, values in ((names[0], codes), (names[2], np.zeros(len(scales), np.int8))):
+                flat = values.view(np.uint8).reshape(-1) & np.uint8((1 << bits) - 1)
+                packed = pack_codes(np.pad(flat, (0, len(flat) % 2)), bits)
+                place = self._data.name, self._data.start(packed.nbytes), packed.nbytes
+                self.protos[each] = external_tensor(each, _INTEGERS[bits], values.shape, *place)
+                self._data.append(packed)
+        return names
 
     def constant(self, name: str, value: Array, *, half: bool = False) -> str:
         """Store an array once per name, in float16 if `half`."""

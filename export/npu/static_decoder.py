@@ -236,7 +236,10 @@ class _Decoder:
         hidden = nodes.scaled(normed, config.logits_scale, "", "head.scaled")
         weight_format = nodes.plan[linear.name]
         output = inputs_outputs.LOGITS if cap is None else "head.uncapped"
-        if weight_format.bits == 32:
+        if nodes.weights.integers is not None:
+            nodes.integer_product(nodes.weights.integers, linear, hidden, "head.product")
+            nodes.reshape("head.product", [rows, config.vocab_size], output)
+        elif weight_format.bits == 32:
             table = "embedding.weight" if config.tied_head else nodes.weights.float16("head.weight")
             flat = nodes.reshape(hidden, [rows, config.hidden_size], "head.rows")
             nodes.add("Gemm", [flat, table], output, transB=1)
@@ -253,7 +256,7 @@ class _Decoder:
 def write_static_graphs(
     folder: Path, content: BundleContent, model: ModelProto, progress: Progress
 ) -> tuple[tuple[VariantFile, ...], FileDigest, str]:
-    """Write the static graphs of a bundle and their data file, and compare them with model.onnx.
+    """Write the static graphs of a bundle and their data file, and compare those in float16 with model.onnx.
 
     Args:
         folder: the bundle's folder, which has the data file of model.onnx.
@@ -273,13 +276,14 @@ def write_static_graphs(
     shapes = content.static_shapes
     positions = min(content.context, max(shape.capacity + shape.width for shape in shapes))
     with WeightFile(folder / NPU_WEIGHTS_NAME) as data:
-        weights = NpuWeights(model.graph.initializer, folder, content.source, data)
+        weights = NpuWeights(model.graph.initializer, folder, content.source, data, content.integer_linears)
         for number, shape in enumerate(shapes, 1):
             graph = build_static_graph(content.config, content.plan, weights, shape, positions, content.context)
             (folder / shape.file).write_bytes(graph.SerializeToString())
             progress(_STAGE, number / len(shapes))
         digest = data.digest()
-    check_static_graphs(folder, content.config, model, _checked(shapes), progress)
+    if content.integer_linears is None:
+        check_static_graphs(folder, content.config, model, _checked(shapes), progress)
     variants = tuple(
         VariantFile(DeviceKind.NPU, shape.file, Precision.FLOAT16, shape.width, shape.capacity) for shape in shapes
     )

@@ -11,8 +11,10 @@ from onnx import TensorProto, ValueInfoProto, helper
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
+from ..checkpoint.source import Float32Array
 from ..graph.nodes import MICROSOFT, Nodes
 from ..quantization.codes import OFFSETS
+from .integer_linears import HEAD_BITS, IntegerLinears, integer_range
 from .npu_weights import NpuWeights
 
 
@@ -67,7 +69,9 @@ class StaticNodes(Nodes):
         """Append a linear of a layer, including its bias; returns the name of [1, W, rows]."""
         name, columns, weight_format = linear.name, linear.columns, self.plan[linear.name]
         product = f"{name}.product" if linear.biased else name
-        if weight_format.bits == 32:
+        if self.weights.integers is not None:
+            self.integer_product(self.weights.integers, linear, value, product)
+        elif weight_format.bits == 32:
             self.add("MatMul", [value, self.weights.float16(f"{name}.weight")], product)
         elif weight_format.offsets:
             self._with_offsets(linear, weight_format, value, product)
@@ -77,6 +81,25 @@ class StaticNodes(Nodes):
             return product
         # QNN does not take the bias input of MatMulNBits.
         return self.add("Add", [product, self.weights.vector(f"{name}.bias", linear.biases)], name)
+
+    def integer_product(self, integers: IntegerLinears, linear: FusedLinear, value: str, output: str) -> None:
+        """Append the product with integer matrices, one for each module, whose outputs differ in range."""
+        bits = HEAD_BITS if linear.name == "head" else integers.bits
+        inputs = self._rounded(value, integers.ranges[linear.name], bits, f"{linear.name}.inputs")
+        names = [f"{output}.{part}" for part in range(len(linear.weights))] if len(linear.weights) > 1 else [output]
+        for name, matrix in zip(names, linear.weights, strict=True):
+            stored = self.weights.integer_matrix(integers, linear, matrix, 8 if self.plan[linear.name].bits > 4 else 4)
+            weights = self.add("DequantizeLinear", stored, f"{name}.matrix", axis=1)
+            self._rounded(self.add("MatMul", [inputs, weights], f"{name}.exact"), integers.ranges[matrix], bits, name)
+        if len(names) > 1:
+            self.add("Concat", names, output, axis=-1)
+
+    def _rounded(self, value: str, values: Float32Array, bits: int, output: str) -> str:
+        """Append the rounding of `value` to integers of these bits, for the range of its values [2, channels]."""
+        scale, zero = integer_range(values, bits)
+        numbers = [self.weights.constant(f"{output}.scale", scale), self.weights.constant(f"{output}.zero", zero)]
+        rounded = self.add("QuantizeLinear", [value, *numbers], f"{output}.rounded")
+        return self.add("DequantizeLinear", [rounded, *numbers], output)
 
     def _with_offsets(self, linear: FusedLinear, weight_format: WeightFormat, value: str, output: str) -> None:
         """Append the product with the codes plus the product of the block sums of the inputs with the offsets."""

@@ -57,8 +57,9 @@ def gptq_rows(
     weight_format: WeightFormat,
     inputs: InputStatistics | None = None,
     outputs: Float32Array | None = None,
+    scales_of: Callable[[Float32Array, WeightFormat, InputStatistics | None], QuantizedRows] = k_quant_rows,
 ) -> QuantizedRows:
-    """Quantize rows by GPTQ, or by k-quant where second moments are unknown; see `methods.Quantizer`.
+    """Quantize rows by GPTQ, or by `scales_of` where second moments are unknown; see `methods.Quantizer`.
 
     `outputs` are the second moments of the gradients at the outputs of these rows, float32 [N, N], finite; None to
     minimize the error of the outputs.
@@ -67,7 +68,7 @@ def gptq_rows(
         InputError: the second moments of the inputs do not have the shape [K, K] or are not finite.
     """
     if inputs is None or inputs.second_moment is None or not inputs.mean_square.any():
-        return k_quant_rows(weights, weight_format, inputs)
+        return scales_of(weights, weight_format, inputs)
     with _lock:
         factorization = _factorizations.get(inputs) or _factorize(second_moments(inputs, weights.shape[1]))
         _factorizations[inputs] = factorization
@@ -76,7 +77,7 @@ def gptq_rows(
     if outputs is not None and outputs.any():
         row_order, row_upper, _ = _factorize(outputs)
         weights = weights[row_order]
-    k_quant = k_quant_rows(weights, weight_format, InputStatistics(importance, inputs.mean_magnitude))
+    k_quant = scales_of(weights, weight_format, InputStatistics(importance, inputs.mean_magnitude))
     codes = _codes(weights, weight_format, k_quant, order, upper, row_upper)
     rounded, back = k_quant._replace(packed=pack_codes(codes, weight_format.bits)), np.argsort(row_order)
     parts: list[Any] = [None if each is None else each[back] for each in rounded]

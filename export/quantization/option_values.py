@@ -62,6 +62,13 @@ class LayersChoice(StrEnum):
     AUTO = "auto"
 
 
+class ActivationsChoice(StrEnum):
+    """Types of the inputs and outputs of linears in graphs for NPUs, besides float16."""
+
+    INT16 = "int16"
+    INT8 = "int8"
+
+
 class DeviceChoice(StrEnum):
     """Kinds of device that graphs are written for besides the CPU."""
 

@@ -60,6 +60,8 @@ pytestmark = pytest.mark.usefixtures("cache")
         (["--draft-layers", "auto", "--draft-vocab", "0"], "must be a positive number of tokens, not '0'"),
         (["--widths", "1,4"], "--widths has no effect without --device npu; add --device npu"),
         (["--contexts", "512"], "--contexts has no effect without --device npu; add --device npu"),
+        (["--activations", "int8"], "--activations has no effect without --device npu; add --device npu"),
+        (["--device", "npu", "--activations", "int4"], "int4"),
         (["--device", "npu", "--widths", "1,x"], "--widths must be whole numbers with commas between them, not '1,x'"),
         (["--device", "npu", "--contexts", "512"], "--contexts 512 is longer than the 256 positions"),
         (["--device", "npu", "--layout", "genai"], "--device npu needs edge-run's own layout"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgerun.export import INT4, ExportRecipe, WeightFormat, export_checkpoint
-from support.devices import require_python, require_qnn
+from support.devices import require_python, require_qnn, run_edge_run
 from support.shared_data import data_path
 from support.static_passes import RecordedPasses
 from support.tiny_models import write_bundle
@@ -76,6 +77,28 @@ def test_qnn_takes_whole_graphs_and_agrees_with_the_cpu(tmp_path: Path) -> None:
     tokens = [1, 403, 407, 261, 378, 429, 445, 432, 417, 266, *range(300, 321)]
     passes.record(export_checkpoint(source, tmp_path / "bundle", recipe_of()).bundle, CAPACITY, tokens)
     require_agreement(passes, tmp_path, qnn())
+
+
+@pytest.mark.parametrize(
+    ("activations", "weights", "most_kl", "logit_tolerance"),
+    [("int8", "int8", 0.05, 0.6), ("int16", "int8", 0.003, 0.04), ("int16", "int4", 0.3, 0.04)],
+)
+def test_qnn_takes_graphs_with_integer_linears(
+    tmp_path: Path, activations: str, weights: str, most_kl: float, logit_tolerance: float
+) -> None:
+    """From the command line: every node is the NPU's, and the export says how far the graphs are from the model."""
+    require_qnn()
+    bundle, source = tmp_path / "bundle", data_path("weights/stories260K-hf")
+    options = ["--activations", activations, "--weights", weights, "--widths", "1,4,40", "--contexts", "48,512"]
+    finished = run_edge_run("export", source, bundle, "--device", "npu", *options, environment={})
+    assert finished.returncode == 0, finished.stderr
+    assert (said := re.search(r"graphs for NPUs: mean KL (\S+), top-1 agreement", finished.stdout)) is not None
+    assert 0 < float(said[1]) < most_kl
+    passes = RecordedPasses()
+    passes.record(bundle, CAPACITY, [1, 403, 407, 261, 378, 429, 445, 432, 417, 266, *range(300, 321)])
+    repeated = passes.repeat(tmp_path, qnn())
+    assert list(repeated.nodes) == [qnn()["name"]]
+    assert repeated.worst_logit < logit_tolerance
 
 
 @pytest.mark.nightly
