@@ -53,8 +53,8 @@ def smoothed_linears(
         if known is not None:
             error = partial(_predicted_error, weights, ranges[name], known.mean_square)
             candidate.enter(scales, min([np.ones_like(of_inputs), *factors], key=error))
-    source, factors = AwqSource(model.source, config, scales), {**scales.inputs, **scales.rows}
-    smoothed = {name: each * factors.get(name, np.float32(1)) for name, each in ranges.items()}
+    source, applied = AwqSource(model.source, config, scales), {**scales.inputs, **scales.rows}
+    smoothed = {name: each * applied.get(name, np.float32(1)) for name, each in ranges.items()}
     return IntegerLinears(bits, source, scaled_statistics(statistics, scales), smoothed)
 
 
