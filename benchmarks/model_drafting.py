@@ -85,7 +85,7 @@ def main() -> None:
             temperature=0.0,
             conversations=len(conversations),
         )
-        result = BenchResult.of(found, conditions, engine, meter)
+        result = BenchResult.of(found, conditions, meter)
     show(console, result)
     print(json.dumps({"benchmark": "model_drafting", **result.to_json()}))
 

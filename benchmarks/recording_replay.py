@@ -161,7 +161,7 @@ class RecordingReplay:
             temperature=0.0,
             conversations=len(measured),
         )
-        return BenchResult.of(list(chain.from_iterable(measured)), conditions, engine, meter)
+        return BenchResult.of(list(chain.from_iterable(measured)), conditions, meter)
 
     @property
     def conversations(self) -> int:

@@ -86,7 +86,6 @@ def gain(results: Sequence[ConversationResult], base: tuple[str, str], other: tu
             turn.conversation,
             turn.turn,
             {PLAIN: turns[other[0]][place].stats[other[1]], _FASTER: turn.stats[base[1]]},
-            context=turn.context,
         )
         for place, turn in turns[base[0]].items()
         if place in turns[other[0]]

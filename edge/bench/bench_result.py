@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ...errors import InputError
-from ...runtime.engine import Engine
 from ...runtime.measure.measurement_store import describe_machine
 from ...runtime.measure.system_load import LoadMeter
 from ...runtime.result import Stats
@@ -39,8 +37,6 @@ _MIN_TOKENS: Final = 100
 _MAX_SPREAD: Final = 1.5
 """Ratio of the quartiles of plain decoding's rates above which the machine was not steady."""
 _LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
-_COST_WIDTH: Final = 16
-"""Widest pass whose cost is reported, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,16 @@ class BenchConditions:
     turns: str
     temperature: float
     conversations: int
-    draft_head: int | None = None
-    """Number of tokens in the LM head of the draft model, if it was trimmed."""
 
-    @property
-    def draft_shown(self) -> str:
-        """The draft model and its head in words; empty without a draft model."""
-        head = "" if self.draft_head is None else f" (head of {self.draft_head} tokens)"
-        return f"{self.draft or ''}{head}"
+    def to_json(self, benchmark: str, others: float | None, *, busy: bool) -> dict[str, Any]:
+        """The name of a measurement, its conditions, the machine and the load of that, as plain values."""
+        return {
+            "benchmark": benchmark,
+            **asdict(self),
+            "machine": describe_machine(),
+            "processors_used_by_others": None if others is None else round(others, 2),
+            "busy": busy,
+        }
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,6 @@ class BenchResult:
     conditions: BenchConditions
     modes: Sequence[ModeResult]
     plain: Stats
-    pass_cost_ms: Sequence[float] = ()
-    """Milliseconds of a pass over 1, 2, ... tokens on this machine."""
-    pass_cost_context: int = 0
-    """Number of tokens in the cache during those passes."""
     shortened: int = 0
     """Number of prompts that were shortened to fit the context."""
     others: float | None = None
@@ -88,13 +82,10 @@ class BenchResult:
     """Whether they took processors that the measurement needed."""
     plain_spread: float = 1.0
     """Upper quartile of the rates of plain decoding's answers over the lower one."""
-    machine: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, measured: Sequence[MeasuredTurn], conditions: BenchConditions, engine: Engine, meter: LoadMeter
-    ) -> BenchResult:
-        """Compare the modes, and take the pass cost from the engine; `meter` ran during the measurement.
+    def of(cls, measured: Sequence[MeasuredTurn], conditions: BenchConditions, meter: LoadMeter) -> BenchResult:
+        """Compare the modes; `meter` ran during the measurement.
 
         Raises:
             InputError: no answer is long enough to have a rate.
@@ -102,19 +93,14 @@ class BenchResult:
         comparable = [turn for turn in measured if turn.comparable]
         if not comparable:
             raise InputError("no answer had a second token", "give other prompts, more --max-tokens, or --turns all")
-        context = round(statistics.median(turn.context for turn in comparable))
-        cost = engine.drafters.pass_cost().curve(context, _COST_WIDTH)
         return cls(
             conditions=conditions,
             modes=compare_modes(comparable),
             plain=Stats.total(turn.stats[PLAIN] for turn in comparable),
-            pass_cost_ms=[1e3 * float(seconds) for seconds in cost],
-            pass_cost_context=context,
             shortened=sum(turn.shortened for turn in measured),
             others=meter.others(),
             busy=meter.is_busy,
             plain_spread=spread_of_plain(comparable),
-            machine=describe_machine(),
         )
 
     @property
@@ -189,12 +175,8 @@ class BenchResult:
         """This result as plain values."""
         conditions = self.conditions
         return {
-            "benchmark": "speculation",
-            **asdict(conditions),
+            **conditions.to_json("speculation", self.others, busy=self.busy),
             "max_tokens": min(conditions.max_tokens, conditions.context),
-            "machine": dict(self.machine),
-            "processors_used_by_others": None if self.others is None else round(self.others, 2),
-            "busy": self.busy,
             "headlines": {mode.name: self._headline_json(mode) for mode in self.modes},
             "shortened_prompts": self.shortened,
             "plain": rounded(
@@ -204,10 +186,6 @@ class BenchResult:
                 }
             ),
             "modes": {mode.name: mode.to_json() for mode in self.modes},
-            "pass_cost": {
-                "context": self.pass_cost_context,
-                "ms": [float(f"{ms:.4g}") for ms in self.pass_cost_ms],
-            },
         }
 
     def _headline_json(self, mode: ModeResult) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from time import perf_counter
@@ -16,7 +16,6 @@ import numpy as np
 from ...errors import ContextError
 from ...models.progress import Progress
 from ...runtime.engine import Engine
-from ...runtime.measure.measurement_store import describe_machine
 from ...runtime.measure.system_load import take_turns
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
@@ -56,13 +55,9 @@ class ClientsResult:
     def to_json(self) -> dict[str, Any]:
         """This result as plain values."""
         return {
-            "benchmark": "clients",
-            **asdict(self.conditions),
+            **self.conditions.to_json("clients", self.others, busy=self.busy),
             "prompt_tokens": self.prompt_tokens,
             "speculation": self.speculation,
-            "machine": describe_machine(),
-            "processors_used_by_others": None if self.others is None else round(self.others, 2),
-            "busy": self.busy,
             "clients": list(self.rows),
         }
 

@@ -44,8 +44,6 @@ class MeasuredTurn:
     """Statistics of the answers by mode; `PLAIN` is one of the modes."""
     differing: frozenset[str] = frozenset()
     """Modes whose text differs from the text of plain decoding."""
-    context: int = 0
-    """Number of prompt tokens."""
     shortened: bool = False
     """Whether the prompt was shortened to fit the context."""
 
@@ -74,8 +72,6 @@ class RoundTimes:
     """The pass of the target."""
     host: float
     """Everything else: looking up candidates, pruning, choosing tokens, learning, detokenizing."""
-    host_drafting: float
-    """The part of it that only drafting takes."""
     total: float
 
     @classmethod
@@ -83,8 +79,7 @@ class RoundTimes:
         """The mean over the rounds of some answers; all 0 if there were none."""
         host_s = max(stats.decode_s - stats.draft_s - stats.target_s, 0.0)
         scale = 1e3 / stats.decode_passes if stats.decode_passes else 0.0
-        seconds = (stats.draft_s, stats.target_s, host_s, stats.host_s, stats.decode_s)
-        return cls(*(scale * each for each in seconds))
+        return cls(*(scale * each for each in (stats.draft_s, stats.target_s, host_s, stats.decode_s)))
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,6 @@ class CategoryResult:
     plain: Stats
     stats: Stats
     ratio: Estimate
-    quartiles: Sequence[float]
-    """Quartiles of the ratios of single answers."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +102,6 @@ class ModeResult:
     """Geometric mean of the ratios of the categories."""
     plain: Stats
     stats: Stats
-    by_turn: Mapping[int, float]
-    """Ratio over all answers to the first, second, ... turn of a conversation."""
     differing: int
     """Number of answers whose text differs from the text of plain decoding."""
 
@@ -127,7 +118,6 @@ class ModeResult:
             "by_source": {name: asdict(counts) for name, counts in stats.by_source.items()},
             "by_depth": list(map(asdict, stats.by_depth)),
             "round_ms": asdict(RoundTimes.of(stats)),
-            "by_turn": {str(turn): value for turn, value in self.by_turn.items()},
             "answers": stats.answers,
             "differing": self.differing,
             "categories": {each.name: _category_json(each) for each in self.categories},
@@ -162,19 +152,13 @@ def _compare(turns: Sequence[MeasuredTurn], mode: str) -> ModeResult:
         mean=_estimate(geometric_mean([each.ratio.value for each in categories]), means, by_category.values()),
         plain=plain,
         stats=stats,
-        by_turn={
-            number: rate_ratio(*reversed(_totals(group, mode)))
-            for number, group in sorted(_grouped(turns, "turn").items())
-        },
         differing=sum(mode in turn.differing for turn in turns),
     )
 
 
 def _category(name: str, turns: Sequence[MeasuredTurn], mode: str, sampled: Float64) -> CategoryResult:
     plain, stats = _totals(turns, mode)
-    single = [rate_ratio(turn.stats[mode], turn.stats[PLAIN]) for turn in turns]
-    quartiles = np.percentile(single, (25, 50, 75)).tolist()
-    return CategoryResult(name, plain, stats, _estimate(rate_ratio(stats, plain), sampled, [turns]), quartiles)
+    return CategoryResult(name, plain, stats, _estimate(rate_ratio(stats, plain), sampled, [turns]))
 
 
 def _grouped(turns: Sequence[MeasuredTurn], field: str) -> dict[Any, list[MeasuredTurn]]:
@@ -218,7 +202,6 @@ def _category_json(category: CategoryResult) -> dict[str, Any]:
         "tokens_per_second": stats.decode_tokens_per_second,
         "ratio": category.ratio.value,
         "interval": category.ratio.interval,
-        "quartiles": category.quartiles,
         "tokens_per_pass": stats.tokens_per_pass,
         "acceptance_rate": stats.draft_counts.acceptance_rate,
     }

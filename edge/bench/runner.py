@@ -165,7 +165,6 @@ def measure_modes(
                         turn,
                         {mode: reply.stats for mode, reply in replies.items()},
                         frozenset(mode for mode in said if said[mode] != said[PLAIN] and not settings.replay),
-                        replies[PLAIN].stats.prompt_tokens,
                         tokens.shortened,
                     )
                 )

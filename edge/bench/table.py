@@ -24,8 +24,7 @@ def show(console: Console, result: BenchResult | ClientsResult) -> None:
     console.print(_heading(result.conditions))
     for line in result.headlines:
         console.print(Text(f"  {line}.", "bold"), soft_wrap=True)
-    tables = [*map(_categories, result.modes), *([_modes(result)] if len(result.modes) > 1 else [])]
-    tables += [_drafters(result), _rounds(result)]
+    tables = [*map(_categories, result.modes), _drafters(result), _rounds(result)]
     if any(mode.stats.by_depth for mode in result.modes):
         tables.append(_depths(result))
     for table in tables:
@@ -49,7 +48,7 @@ def _show_clients(console: Console, result: ClientsResult) -> None:
 
 
 def _heading(conditions: BenchConditions) -> Text:
-    draft = f" with draft model {conditions.draft_shown}" if conditions.draft else ""
+    draft = f" with draft model {conditions.draft}" if conditions.draft else ""
     text = Text(conditions.model, "bold")
     return text.append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
 
@@ -95,15 +94,6 @@ def _categories(mode: ModeResult) -> Table:
             acceptance_text(stats.draft_counts),
             style="bold" if number == len(rows) else None,
         )
-    return table
-
-
-def _modes(result: BenchResult) -> Table:
-    table = _table("speed relative to plain decoding", "", *(mode.name for mode in result.modes))
-    for row in zip(*(mode.categories for mode in result.modes), strict=True):
-        table.add_row(row[0].name, *(f"{each.ratio.value:.2f}" for each in row))
-    table.add_section()
-    table.add_row("geometric mean", *(f"{mode.mean.value:.2f}" for mode in result.modes), style="bold")
     return table
 
 

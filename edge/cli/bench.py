@@ -133,7 +133,7 @@ def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, opti
             found = measure_modes(engine, dict(enumerate(conversations)), modes, settings, progress)
             measured = list(chain.from_iterable(found))
         conditions = _conditions(engine, load, settings, options, source, len(conversations))
-        return BenchResult.of(measured, conditions, engine, meter)
+        return BenchResult.of(measured, conditions, meter)
 
 
 def _measure_clients(
@@ -190,7 +190,6 @@ def _conditions(
         turns=options.turns,
         temperature=settings.options.temperature or 0.0,
         conversations=conversations,
-        draft_head=None if pair is None or pair.target_ids is None else pair.target_ids.size,
     )
 
 
