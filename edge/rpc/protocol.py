@@ -21,9 +21,7 @@ from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, Toke
 PROTOCOL_VERSION: Final = 1
 
 RequestId: TypeAlias = int | str
-ModelName: TypeAlias = Annotated[
-    str | None, Meta(description="An id of models/list, or a path given at the start; null for the first model.")
-]
+ModelName: TypeAlias = Annotated[str | None, Meta(description="An id of models/list; null for the first model.")]
 SessionId: TypeAlias = Annotated[str, Meta(description="What session/new or session/restore returned.")]
 
 
@@ -96,10 +94,7 @@ class ModelInfo(Result):
     loaded: bool
     owner: str
     created: Annotated[int, Meta(description="Time of its files in seconds since 1970; 0 if unknown.")]
-    capabilities: Annotated[
-        list[str],
-        Meta(description="`embedding` or `rerank` of an encoder; `completion` of others, `tools` and `vision`."),
-    ]
+    capabilities: Annotated[list[str], Meta(description="embedding, rerank, or completion, tools and vision.")]
 
 
 class ModelList(Result):
@@ -171,9 +166,7 @@ class SessionPromptParams(SamplingFields, kw_only=True):
 
     session_id: SessionId
     prompt: Annotated[Content, Meta(description="A text, or parts with images as OpenAI's chat API has them.")]
-    max_tokens: Annotated[
-        PositiveInt | None, Meta(description="Largest number of tokens to generate; no limit by default.")
-    ] = None
+    max_tokens: Annotated[PositiveInt | None, Meta(description="Largest number of tokens to generate.")] = None
 
 
 class Usage(Result):

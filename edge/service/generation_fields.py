@@ -28,17 +28,6 @@ _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 TokenLimit: TypeAlias = Annotated[int, Meta(ge=-1)]
 """Largest number of tokens to generate; -1 for no limit, as llama.cpp has it."""
-ChoicesField: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=1, le=16)] | None,
-    about("Number of answers, 1 to 16; the first has the seed, the next 1 more."),
-]
-BestOfField: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=1, le=20)] | None,
-    about(
-        "Number of answers to generate, up to 20, of which the n with the largest mean log-probability are returned, "
-        "the best one first. A stream has them at its end."
-    ),
-]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 """Number of likely tokens to return at each position."""
 ReasoningEffort: TypeAlias = Annotated[
@@ -53,10 +42,7 @@ Verbosity: TypeAlias = Annotated[str | None, about("Models here have no such set
 
 KeepAlive: TypeAlias = Annotated[
     str | float | None,
-    about(
-        "Extension. How long the model stays in memory if it is not used again: seconds, or a text such as 1h30m; "
-        "below 0 for always. By default --idle-unload says it."
-    ),
+    about("Extension. How long the model stays in memory unused: seconds, or 1h30m; below 0 for always."),
 ]
 
 
@@ -74,6 +60,8 @@ def option_meta(name: str, *, extension: bool = False) -> Meta:
     return about(("Extension. " if extension else "") + declared.help + default, *(declared.choices or ()))
 
 
+ChoicesField: TypeAlias = Annotated[Annotated[int, Meta(ge=1, le=16)] | None, option_meta("n")]
+BestOfField: TypeAlias = Annotated[Annotated[int, Meta(ge=1, le=20)] | None, option_meta("best_of")]
 EarlyStopField: TypeAlias = Annotated[float | None, option_meta("early_stop", extension=True)]
 
 
@@ -93,10 +81,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     ignore_eos: Annotated[bool | None, option_meta("ignore_eos", extension=True)] = None
     strategies: Annotated[
         list[dict[str, Any]] | None,
-        about(
-            "Extension. Ways to choose a token besides, in the order in which they apply: objects with a name and the "
-            "options of that strategy; docs/strategies.md lists them."
-        ),
+        about("Extension. Objects with a name and the options of that strategy; docs/strategies.md lists them."),
     ] = None
     least_confidence: Annotated[float | None, option_meta("least_confidence", extension=True)] = None
     adapter: Annotated[str | None, option_meta("adapter", extension=True)] = None
@@ -120,9 +105,7 @@ class SamplingFields(SamplerFields, kw_only=True):
     trials: Annotated[int | None, option_meta("trials", extension=True)] = None
     entropy: Annotated[float | None, option_meta("entropy", extension=True)] = None
     vote: Annotated[bool | None, option_meta("vote", extension=True)] = None
-    repetition_penalty: Annotated[
-        float | None, about("Extension. Another name of repeat_penalty, which other servers use.")
-    ] = None
+    repetition_penalty: Annotated[float | None, about("Extension. Another name of repeat_penalty.")] = None
 
 
 class RequestFields(SamplingFields, kw_only=True):
@@ -133,12 +116,8 @@ class RequestFields(SamplingFields, kw_only=True):
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
     safety_identifier: Annotated[str | None, about("Accepted; does not change the answer.")] = None
     metadata: Annotated[dict[str, str] | None, about("Accepted; does not change the answer.")] = None
-    prompt_cache_key: Annotated[str | None, about("Accepted; the prefix cache finds what it can reuse by itself.")] = (
-        None
-    )
-    prompt_cache_retention: Annotated[
-        str | None, about("Accepted; the prefix cache has a budget of memory, not a time.")
-    ] = None
+    prompt_cache_key: Annotated[str | None, about("Accepted; the prefix cache works by itself.")] = None
+    prompt_cache_retention: Annotated[str | None, about("Accepted; the prefix cache has a budget of memory.")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, about("Accepted; the prefix cache needs no options.")] = None
     service_tier: Annotated[str | None, about("Accepted; there is one tier.")] = None
     store: Annotated[bool | None, about("Accepted; answers are not stored.")] = None
@@ -148,10 +127,7 @@ class RequestFields(SamplingFields, kw_only=True):
     keep_alive: KeepAlive = None
     timings_per_token: Annotated[bool | None, about("Extension. Accepted; chunks have no timings.")] = None
     return_progress: Annotated[bool | None, about("Extension. Accepted; streams begin with the first token.")] = None
-    num_ctx: Annotated[
-        PositiveInt | None,
-        about("Extension. Accepted up to the model's context, which is always used; more is refused."),
-    ] = None
+    num_ctx: Annotated[PositiveInt | None, about("Extension. Accepted up to the model's context.")] = None
 
     def generation(
         self,
@@ -194,19 +170,9 @@ class RequestFields(SamplingFields, kw_only=True):
 class ConversationFields(RequestFields, kw_only=True):
     """Fields of requests with a conversation."""
 
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        about(
-            "auto shows the tools to the model, none does not; required makes it call one, and the name of a "
-            "function that one. A grammar enforces it, with arguments of the schema (extra structured)."
-        ),
-    ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("Whether an answer may have several calls; false ends it with the first one.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, about("Extension. What the chat template reads besides, such as enable_thinking.")
-    ] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, option_meta("tool_choice")] = None
+    parallel_tool_calls: Annotated[bool | None, option_meta("parallel_tool_calls")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, option_meta("template_variables", extension=True)] = None
     reasoning_format: Annotated[
         str | None, about("Extension. The reasoning is always returned apart from the answer.", "auto", "deepseek")
     ] = None

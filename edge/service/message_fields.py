@@ -109,10 +109,7 @@ class AssistantMessage(_Message, tag="assistant"):
     audio: Annotated[None, about("Not supported; null is accepted.")] = None
     function_call: Annotated[None, about("Not supported, use tool_calls; null is accepted.")] = None
     annotations: Annotated[list[Any] | None, about("Not supported.", [])] = None
-    provider_specific_fields: Annotated[
-        dict[str, Any] | None,
-        about("Accepted; LiteLLM adds it to the answers that it returns, and sends it back with them."),
-    ] = None
+    provider_specific_fields: Annotated[dict[str, Any] | None, about("Accepted; LiteLLM sends it.")] = None
 
 
 class ToolMessage(SystemMessage, tag="tool"):
@@ -264,24 +261,12 @@ class FormatFields(StrictStruct):
         TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
         about("Text, any JSON object, or JSON of a schema (needs the extra structured)."),
     ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None, about("Extension. A JSON schema, regex, grammar or choices, as vLLM has it.")
-    ] = None
-    guided_json: Annotated[
-        Schema | str | None, about("Extension. JSON schema that the answer follows; an older name of vLLM's.")
-    ] = None
-    guided_regex: Annotated[
-        str | None, about("Extension. Regex that the whole answer matches; an older name of vLLM's.")
-    ] = None
-    guided_choice: Annotated[
-        list[str] | None, about("Extension. Texts of which the answer is one; an older name of vLLM's.")
-    ] = None
-    guided_grammar: Annotated[
-        str | None, about("Extension. Lark or GBNF grammar of the answer; an older name of vLLM's.")
-    ] = None
-    json_schema: Annotated[
-        Schema | None, about("Extension. JSON schema that the answer follows, as llama.cpp has it.")
-    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, about("Extension. The format as vLLM has it.")] = None
+    guided_json: Annotated[Schema | str | None, about("Extension. vLLM's older name of a JSON schema.")] = None
+    guided_regex: Annotated[str | None, about("Extension. vLLM's older name of a regex of the whole answer.")] = None
+    guided_choice: Annotated[list[str] | None, about("Extension. vLLM's older name of texts to choose from.")] = None
+    guided_grammar: Annotated[str | None, about("Extension. vLLM's older name of a Lark or GBNF grammar.")] = None
+    json_schema: Annotated[Schema | None, about("Extension. JSON schema of the answer, as llama.cpp has it.")] = None
     grammar: Annotated[str | None, about("Extension. Lark or GBNF grammar of the answer, as llama.cpp has it.")] = None
 
 

@@ -31,9 +31,7 @@ class ModelState(msgspec.Struct, kw_only=True, frozen=True):
     pass_tokens: Annotated[int, Meta(description="Tokens in these passes.")]
     load_s: float
     last_used: Annotated[float, Meta(description="Seconds since 1970.")]
-    expires: Annotated[
-        float | None, Meta(description="When it is unloaded if nobody uses it again, in seconds since 1970; or never.")
-    ]
+    expires: Annotated[float | None, Meta(description="When it is unloaded if unused, in seconds since 1970.")]
 
 
 @dataclass

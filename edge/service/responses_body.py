@@ -139,30 +139,20 @@ class ResponsesBody(ConversationFields, kw_only=True):
         about("What the user says, or the conversation: messages, function calls and their results."),
     ]
     instructions: Annotated[str | None, about("The system message.")] = None
-    max_output_tokens: Annotated[
-        PositiveInt | None, about("Largest number of tokens to generate; the default is the rest of the context.")
-    ] = None
+    max_output_tokens: Annotated[PositiveInt | None, about("Largest number of tokens to generate.")] = None
     stream_options: Annotated[ResponsesStreamOptions | None, about("What a stream contains besides.")] = None
-    tools: Annotated[list[ResponseTool] | None, about("Functions that the model may call, for its chat template.")] = (
-        None
-    )
+    tools: Annotated[list[ResponseTool] | None, about("Functions that the model may call.")] = None
     text: Annotated[TextConfig | None, about("The form of the answer.")] = None
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None,
         about("Log-probabilities of the tokens; encrypted reasoning is accepted, there is none."),
     ] = None
-    top_logprobs: Annotated[
-        Alternatives | None, about("Number of likely tokens to return at each position, 0 to 20; needs include.")
-    ] = None
-    truncation: Annotated[
-        str | None, about("A conversation that is too long is an error; nothing is cut off.", "disabled")
-    ] = None
+    top_logprobs: Annotated[Alternatives | None, about("Number of likely tokens at each position, 0 to 20.")] = None
+    truncation: Annotated[str | None, about("A conversation that is too long is an error.", "disabled")] = None
     background: Annotated[bool | None, about("Answers are given at once.", False)] = None
     reasoning: Annotated[Reasoning | None, about("How the model thinks.")] = None
     client_metadata: Annotated[dict[str, str] | None, about("Extension. Accepted; does not change the answer.")] = None
-    max_tool_calls: Annotated[
-        PositiveInt | None, about("Accepted; it limits tools of the server's own, of which there are none.")
-    ] = None
+    max_tool_calls: Annotated[PositiveInt | None, about("Accepted; the server has no tools of its own.")] = None
 
     previous_response_id: Annotated[
         None, about("Not supported: responses are not stored, send the whole conversation as input.")

@@ -33,9 +33,7 @@ class SamplerFields(FormatFields, kw_only=True):
     dry_base: Annotated[float | None, about("Extension. The option base of dry.")] = None
     dry_allowed_length: Annotated[int | None, about("Extension. The option of dry.")] = None
     dry_penalty_last_n: Annotated[int | None, about("Extension. The option last of dry.")] = None
-    dry_sequence_breakers: Annotated[list[str] | None, about("Extension. Characters, the option breakers of dry.")] = (
-        None
-    )
+    dry_sequence_breakers: Annotated[list[str] | None, about("Extension. The option breakers of dry.")] = None
     top_n_sigma: Annotated[float | None, about("Extension. The strategy top-n-sigma; 0 or less for none.")] = None
     typical_p: Annotated[float | None, about("Extension. The strategy typical; 1 for none.")] = None
     xtc_probability: Annotated[float | None, about("Extension. The strategy xtc; 0 for none.")] = None

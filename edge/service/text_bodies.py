@@ -83,30 +83,19 @@ class ChatBody(ConversationFields, kw_only=True):
     """Body of a chat completion."""
 
     messages: Annotated[list[AnyMessage], about("The conversation.")]
-    max_tokens: Annotated[
-        TokenLimit | None,
-        about("Largest number of tokens to generate; the default, and -1, is the rest of the context."),
-    ] = None
+    max_tokens: Annotated[TokenLimit | None, about("Largest number of tokens; -1, the default, for no limit.")] = None
     max_completion_tokens: Annotated[PositiveInt | None, about("Another name of max_tokens.")] = None
     n: ChoicesField = None
     best_of: BestOfField = None
     early_stop: EarlyStopField = None
     logprobs: Annotated[bool | None, about("Whether to return the log-probabilities of the tokens.")] = None
-    top_logprobs: Annotated[
-        Alternatives | None, about("Number of likely tokens to return at each position, 0 to 20; needs logprobs.")
-    ] = None
+    top_logprobs: Annotated[Alternatives | None, about("Number of likely tokens at each position, 0 to 20.")] = None
     stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
-    tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call, for its chat template.")] = (
-        None
-    )
+    tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
     reasoning_effort: ReasoningEffort = None
     verbosity: Verbosity = None
-    continue_final_message: Annotated[
-        bool | None, about("Extension. Whether the answer continues the last message, which is the assistant's.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None, about("Extension. false with continue_final_message, as vLLM has it; else true.")
-    ] = None
+    continue_final_message: Annotated[bool | None, about("Extension. Whether the last message is continued.")] = None
+    add_generation_prompt: Annotated[bool | None, about("Extension. The opposite of continue_final_message.")] = None
 
     prediction: Annotated[dict[str, Any] | None, about("Accepted; drafting needs no prediction.")] = None
     modalities: Annotated[list[str] | None, about("Answers are text.", ["text"])] = None
@@ -172,28 +161,14 @@ class CompletionBody(RequestFields, kw_only=True):
     """Body of a text completion."""
 
     prompt: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
-    max_tokens: Annotated[
-        TokenLimit | None,
-        about(
-            "Largest number of tokens to generate; 16 by default, as OpenAI's API, and -1 for the rest of the context."
-        ),
-    ] = None
+    max_tokens: Annotated[TokenLimit | None, about("Largest number of tokens; 16 by default, -1 for no limit.")] = None
     n: ChoicesField = None
     best_of: BestOfField = None
     early_stop: EarlyStopField = None
-    logprobs: Annotated[
-        Alternatives | None,
-        about("Return the log-probabilities of the tokens and of this number of likely ones, 0 to 20."),
-    ] = None
+    logprobs: Annotated[Alternatives | None, about("Return log-probabilities, also of so many likely tokens.")] = None
     stream_options: Annotated[StreamOptions | None, about("What a stream contains; needs stream.")] = None
     echo: Annotated[bool | None, about("Answers do not repeat the prompt.", False)] = None
-    suffix: Annotated[
-        str | None,
-        about(
-            "The text after a gap, which a model with tokens for it fills; the prompt is the text before. Of several "
-            "answers each begins with another token, the likeliest first."
-        ),
-    ] = None
+    suffix: Annotated[str | None, option_meta("suffix")] = None
     suffix_first: Annotated[bool | None, option_meta("suffix_first", extension=True)] = None
     extra: Annotated[list[OtherFile] | None, option_meta("extra", extension=True)] = None
     document: Annotated[str | None, option_meta("document", extension=True)] = None
@@ -213,9 +188,7 @@ class EmbeddingBody(StrictStruct):
 
     input: Annotated[TextsOrIds, about("A text, a list of texts, token ids, or a list of token id lists.")]
     model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
-    encoding_format: Annotated[
-        str | None, about("Vectors as numbers, or as the base64 of little-endian float32.", "float", "base64")
-    ] = None
+    encoding_format: Annotated[str | None, about("Numbers, or little-endian float32.", "float", "base64")] = None
     dimensions: Annotated[PositiveInt | None, about("The model's own number: vectors are not shortened.")] = None
     user: Annotated[str | None, about("Accepted; does not change the answer.")] = None
 
@@ -268,9 +241,7 @@ class TokenizeBody(StrictStruct):
     prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
     messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
     model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
-    add_special: Annotated[
-        bool | None, about("Whether a text begins with the model's special tokens; not by default.")
-    ] = None
+    add_special: Annotated[bool | None, about("Whether a text gets special tokens; not by default.")] = None
     add_special_tokens: Annotated[bool | None, about("Another name of add_special.")] = None
     with_pieces: Annotated[bool | None, about("Whether to return the text of each token too.")] = None
     return_token_strs: Annotated[bool | None, about("Another name of with_pieces.")] = None

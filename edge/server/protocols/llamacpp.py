@@ -29,10 +29,7 @@ class InfillBody(RequestFields, kw_only=True):
     input_suffix: Annotated[str, about("The text after the gap.")]
     input_extra: Annotated[list[OtherFile] | None, about("Other files, the most important one last.")] = None
     prompt: Annotated[str | None, about("What the text in the gap begins with, such as the line of the cursor.")] = None
-    n_predict: Annotated[
-        TokenLimit | None,
-        about("Largest number of tokens; -1 for no limit, the default, and 0 to read the texts for later requests."),
-    ] = None
+    n_predict: Annotated[TokenLimit | None, about("Largest number of tokens; -1 for no limit, 0 to read only.")] = None
     suffix_first: Annotated[bool | None, option_meta("suffix_first", extension=True)] = None
     document: Annotated[str | None, option_meta("document", extension=True)] = None
     id_slot: Annotated[int | None, about("A newer request for the slot ends the older one; -1 for no slot.")] = None

@@ -84,9 +84,7 @@ class _Body(StrictStruct, kw_only=True):
 class OllamaChatBody(_Body, kw_only=True):
     """Body of the next message of a conversation."""
 
-    messages: Annotated[
-        list[dict[str, Any]] | None, about("The conversation; without one, the model is only loaded.")
-    ] = None
+    messages: Annotated[list[dict[str, Any]] | None, about("The conversation; none to load the model.")] = None
     tools: Annotated[list[FunctionTool] | None, about("Functions that the model may call.")] = None
     images: Annotated[list[str] | None, about("Not supported: give images with their messages.", [])] = None
 
