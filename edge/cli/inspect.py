@@ -21,7 +21,6 @@ from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
 from ...runtime.graph.session import SessionConfig
 from ...runtime.int8_prompts.int8_graph_files import int8_graph_plan
-from ...runtime.kv.prefix_files import prefix_folder
 from ...runtime.kv.state_buffers import StatePart
 from ...runtime.measure.device_choice import chosen_threads
 from ...runtime.measure.exactness import EXACTNESS_REPORTS
@@ -135,12 +134,10 @@ def _measured(bundle: Bundle, config: SessionConfig, graph_io: GraphIO) -> dict[
     if refusal is None:
         plan = int8_graph_plan(bundle) if choice is None else choice.refusal
         refusal = NOT_MADE if isinstance(plan, int) else plan
-    sizes = [path.stat().st_size for path in prefix_folder().glob("*/*.kv")]
     return {
         "pass_costs": None if cost is None else describe_cost(cost),
         "prompts": prompt_facts(choice, refusal),
         "pass_costs_doubt": None if cost is None or cost.doubt is None else cost.doubt.value,
-        "prefixes_of_all_models": {"folder": str(prefix_folder()), "number": len(sizes), "bytes": sum(sizes)},
         "exactness": None if report is None else {"summary": exactness_summary(report), **report.to_json()},
     }
 
@@ -296,11 +293,6 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def _prefixes_text(prefixes: Mapping[str, Any]) -> str:
-    number, size = prefixes["number"], format_bytes(prefixes["bytes"])
-    return f"{number} ({size}) in {prefixes['folder']}, which may be removed" if number else ""
-
-
 _SHOWN_IF_ANY: Final = frozenset(("state_layers", "bits_per_weight_read", "pass_costs_doubt"))
 """Facts that are shown only where they apply."""
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
@@ -316,7 +308,6 @@ _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "prompts": prompt_text,
     "pass_costs_doubt": doubt_text,
     "exactness": lambda found: found["summary"] if found else "not checked yet; edge-run verify checks it",
-    "prefixes_of_all_models": _prefixes_text,
     "reasoning_tags": lambda tags: f"{tags['opening'].strip()} ... {tags['closing']}" if tags else "",
 }
 """Functions for the facts that are not printed as they are."""

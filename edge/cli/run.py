@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -10,22 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import InputError
+from ...errors import EdgeError, InputError
 from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.conversation import Content, Session
+from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine, Prompt
 from ...runtime.engine_loading import load as open_model
 from ...runtime.options import GenerateOptions
-from ...runtime.result import Reply
+from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.answer_stream import AnswerStream
 from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
 from ..terminal.interrupt import cancelling_on_interrupt
 from ..terminal.output import write_error, write_json
 from .shared_options import embedding_option
-from .until import CheckedAnswers
 
 _MAX_PROMPT_BYTES: Final = 16 << 20
 """Largest prompt that is read from standard input, several times the text of the longest contexts."""
@@ -91,6 +92,56 @@ class RunOptions:
     )
     stats: bool = option(False, "Print statistics of the answer on standard error.")
     tools: Path | None = option(None, "Let a chat call tools of the MCP servers in FILE.", metavar="FILE")
+
+
+@dataclass
+class CheckedAnswers:
+    """The chunks of the first sampled answer that a command accepts; `cancel` may be called from a signal handler.
+
+    Source: Brown et al., "Large language monkeys" (2024): repeated sampling with a check from outside.
+    """
+
+    engine: Engine
+    prompt: str
+    options: GenerateOptions
+    """Options of an answer; each further one has the next seed."""
+    command: str
+    """A command of the shell, which reads the answer on its standard input."""
+    most: int
+    """Largest number of answers to sample."""
+    _stream: AnswerStream | None = None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Sample, check, and give the chunks of the accepted answer.
+
+        Raises:
+            EdgeError: none was accepted.
+            InputError: all answers would be equal, or several are wanted.
+        """
+        sampling = self.options.sampling(self.engine.defaults)
+        if sampling.greedy or self.options.candidates > 1:
+            raise InputError("--until samples one answer after the other", "add -t 0.8, and no --n or --best-of")
+        for number in range(self.most):
+            options = replace(self.options, seed=(sampling.seed + number) % (1 << 64))
+            self._stream = self.engine.stream(self.prompt, options)
+            chunks = list(self._stream)
+            text = "".join(chunk.text for chunk in chunks).encode()
+            if chunks[-1].finish_reason is FinishReason.CANCELLED or self._accepts(text):
+                yield from chunks
+                return
+        raise EdgeError(f"none of {self.most} answers passes {self.command!r}", "give more --tries, or a higher -t")
+
+    def _accepts(self, text: bytes) -> bool:
+        # What the user types as a command is run by the shell, as in a terminal; nothing else can set it.
+        checked = subprocess.run(self.command, shell=True, input=text, capture_output=True, check=False)  # noqa: S602
+        return checked.returncode == 0
+
+    def cancel(self) -> None:
+        """End the sampling after the current pass."""
+        if self._stream is not None:
+            self._stream.cancel()
+
+    close = cancel
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def test_the_second_start_does_not_read_the_document(tiny_bundle: Path, document
     assert [each["usage"]["reused_tokens"] for each in (first, second)] == [0, second["usage"]["reused_tokens"]]
     assert second["usage"]["reused_tokens"] > expected["usage"]["prompt_tokens"] - 8
     assert other["usage"]["reused_tokens"] == second["usage"]["reused_tokens"]
-    found = json_of(capsys, "inspect", tiny_bundle, "--json")["prefixes_of_all_models"]
+    found = json_of(capsys, "doctor", "--json")["kept"]["prefixes"]
     sizes = [file.stat().st_size for file in prefix_folder().glob("*/*")]
     assert found == {"folder": str(prefix_folder()), "number": 1, "bytes": sizes[0]}
 
