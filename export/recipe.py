@@ -307,8 +307,14 @@ class ExportRecipe:
     @property
     def rounding(self) -> Method | None:
         """The method that chooses codes and scales; None for the default of each bit width."""
+        name = None if self.method is None else self.method.removeprefix("awq+")
         others = {None: None, "awq": Method.RTN, "yaqa": Method.GPTQ}
-        return others[self.method] if self.method in others else Method(str(self.method).removeprefix("awq+"))
+        return others[name] if name in others else Method(name)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether GPTQ weighs errors by gradients."""
+        return self.method in (MethodChoice.YAQA, MethodChoice.AWQ_YAQA)
 
     @property
     def methods(self) -> Mapping[int, Method]:

@@ -22,7 +22,6 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.source import ModelSource
 from ..quantization.codes import StatisticsOf
 from ..quantization.methods import FP32, with_methods
-from ..quantization.option_values import MethodChoice
 from ..recipe import ExportRecipe
 from ..report.text_tasks import read_task_text
 from .awq import apply_awq
@@ -81,8 +80,8 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         ExportError: A trial export failed.
         OSError: The disk refused a write.
     """
-    config, budget, gradients = checkpoint.config, recipe.parsed_budget, recipe.method == MethodChoice.YAQA
-    if gradients:
+    config, budget = checkpoint.config, recipe.parsed_budget
+    if recipe.gradients:
         require_torch()
     task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
@@ -101,7 +100,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     if any(each.method is Method.GPTQ for each in plan.values()):
         key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
         store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
-        outputs = _output_moments(model, text, folder / _OUTPUTS, recipe.seed, progress) if gradients else None
+        outputs = _output_moments(model, text, folder / _OUTPUTS, recipe.seed, progress) if recipe.gradients else None
         quantize_sequentially(model, text, plan, store, progress, outputs)
     else:
         # One after the other, before the threads that write the bundle need them.

@@ -54,6 +54,7 @@ class MethodChoice(StrEnum):
     AWQ = "awq"
     AWQ_K_QUANT = "awq+k-quant"
     AWQ_GPTQ = "awq+gptq"
+    AWQ_YAQA = "awq+yaqa"
 
 
 class LayersChoice(StrEnum):

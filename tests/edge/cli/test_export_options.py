@@ -167,7 +167,9 @@ def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
         "awq": (Method.RTN, True),
         "awq+k-quant": (Method.K_QUANT, True),
         "awq+gptq": (Method.GPTQ, True),
+        "awq+yaqa": (Method.GPTQ, True),
     }
+    assert [name for name, recipe in recipes.items() if recipe.gradients] == ["yaqa", "awq+yaqa"]
 
 
 @pytest.fixture

@@ -134,13 +134,14 @@ def test_an_export_by_gradients_from_the_command_line(tmp_path: Path, monkeypatc
     text.write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)), encoding="utf-8")
     source = write_checkpoint(tmp_path / "checkpoint")
     options = ["--weights", "int4", "--calibration", str(text), "--calibration-tokens", "1100", "--method"]
-    for method in ("gptq", "yaqa"):
+    methods = ("gptq", "yaqa", "awq+gptq", "awq+yaqa")
+    for method in methods:
         assert main(["export", str(source), str(tmp_path / method), *options, method]) == 0
-    weights = [open_bundle(tmp_path / method).manifest.weights for method in ("gptq", "yaqa")]
-    assert dict(weights[0]) == dict(weights[1])
-    codes = [next((tmp_path / method).glob("*.data")).read_bytes() for method in ("gptq", "yaqa")]
-    assert len(codes[0]) == len(codes[1])
-    assert codes[0] != codes[1]
+    weights = [dict(open_bundle(tmp_path / method).manifest.weights) for method in methods]
+    assert all(each == weights[0] for each in weights)
+    codes = [next((tmp_path / method).glob("*.data")).read_bytes() for method in methods]
+    assert len({len(each) for each in codes}) == 1
+    assert len(set(codes)) == len(methods)
     monkeypatch.setattr("edgerun.export.calibration.output_moments.find_spec", lambda _: None)
     assert main(["export", str(source), str(tmp_path / "none"), *options, "yaqa"]) == 2
     assert 'install it: pip install "edge-run[train]"' in capsys.readouterr().err
