@@ -192,15 +192,18 @@ class Engine:
             InputError: a message has another form.
             TemplateError: the model has no chat template, or it failed.
         """
-        chosen = options or GenerateOptions()
+        chosen, chat = options or GenerateOptions(), None
         if chosen.raw:
             prompt_ids = self._raw_ids(prompt, chosen)
         else:
             system = [{"role": "system", "content": prompt}] if isinstance(prompt, str) else template_messages(prompt)
             chat = self.model.chat_prompt(system, chosen)
             prompt_ids = chat.ids if system[-1]["role"] == "user" else chat.before_user(system)
-        reading = GenerateOptions(max_tokens=1, speculation=Speculation.OFF, keep_prefix=True, ignore_eos=True)
-        Reply.of(self.model.answer(None, prompt_ids, reading))
+        reading = GenerateOptions(
+            max_tokens=1, speculation=Speculation.OFF, keep_prefix=True, ignore_eos=True, raw=True
+        )
+        # With the messages, for their images.
+        Reply.of(self.model.answer(None, prompt_ids, reading.changed({"overflow": Overflow.ERROR}), chat))
         self.model.prefixes.wait()
         return len(prompt_ids)
 

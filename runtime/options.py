@@ -362,7 +362,7 @@ class Request:
         if not self.options.keep_prefix:
             return 0
         try:
-            kept = self.prompt_ids if self.chat is None else self.chat.beginning()
+            kept = self.prompt_ids if self.chat is None or self.options.raw else self.chat.beginning()
         except TemplateError:  # the template takes no such messages without others
             return 0
         return shared_tokens(kept, token_ids)

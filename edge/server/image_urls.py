@@ -152,6 +152,5 @@ def _public_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 def is_public(address: str) -> bool:
     """Whether an address is one of the internet, and not of this machine or its networks, also as part of another."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    is_single = found.version == 4 or (found in _UNICAST and found not in _TUNNELS)
-    return is_single and found.is_global and not found.is_multicast
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return (ip.version == 4 or (ip in _UNICAST and ip not in _TUNNELS)) and ip.is_global and not ip.is_multicast

@@ -14,8 +14,8 @@ from .image_processor import Floats, ProcessedImage
 
 _COLOURS: Final = 4
 """Each token is compared by the mean colours of so many parts of a side of its square."""
-_DISTANCE: Final = 32
-"""How much two tokens at opposite sides of a tile differ by their places alone, in levels of all colours."""
+_DISTANCE: Final = 222
+"""How much two tokens at opposite sides of a tile differ by their places alone: as by 32 levels in all 48 numbers."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,9 @@ def _alike(tile: npt.NDArray[np.uint8], features: int, count: int) -> npt.NDArra
     rows = round(height / math.sqrt(height * width / features))
     columns = features // rows
     small = Image.fromarray(tile).resize((columns * _COLOURS, rows * _COLOURS), Image.Resampling.BOX)
-    cells = np.asarray(small, np.int32).reshape(rows, _COLOURS, columns, _COLOURS, 3).swapaxes(1, 2)
-    colours = cells.reshape(features, -1)
-    unit = _DISTANCE * math.sqrt(colours.shape[1])
-    places = np.indices((rows, columns)).reshape(2, -1).T * unit / max(rows, columns)
+    cells = np.asarray(small, np.int32).reshape(rows, _COLOURS, columns, _COLOURS, 3)
+    colours = cells.swapaxes(1, 2).reshape(features, -1)
+    places = np.indices((rows, columns)).reshape(2, -1).T * _DISTANCE / max(rows, columns)
     points = np.concatenate([colours, np.rint(places)], axis=1).astype(np.int32)
     groups, nearest = np.zeros(features, np.int64), np.full(features, np.iinfo(np.int32).max)
     center = int(((points - points.sum(axis=0) // features) ** 2).sum(axis=1).argmax())

@@ -170,6 +170,37 @@ def test_other_urls_and_too_many_images_are_refused(server: Served) -> None:
     assert "images and raw are both given" in server.request("POST", "/api/generate", body).body.decode()
 
 
+def test_after_a_restart_an_image_is_read_from_disk(tmp_path: Path) -> None:
+    """The second server cannot load the tower, and answers a second question about the image that the first one read."""
+    model, cache, file = seeing_bundle(tmp_path), tmp_path / "cache", tmp_path / "request.json"
+
+    def messages(image: bytes) -> list[dict[str, Any]]:
+        content = [
+            *openai_body(f"data:;base64,{encoded(image)}")["messages"][0]["content"],
+            {"type": "text", "text": 3 * TEXT},
+        ]
+        return [{"role": "user", "content": content}, {"role": "assistant", "content": "there"}]
+
+    def ask(server: Served, image: bytes, text: str) -> Any:
+        body = {"messages": [*messages(image), {"role": "user", "content": text}], **PLAIN}
+        return server.request("POST", "/v1/chat/completions", body)
+
+    file.write_text(json.dumps({"messages": messages(IMAGES[0])}), encoding="utf-8")
+    options, environment = ("--threads", "1", "--prefix", str(file)), {"EDGERUN_CACHE": str(cache)}
+    with edgerun.load(model, threads=1, prefix_disk=0, cache=False) as engine:
+        asked = [*messages(IMAGES[0]), {"role": "user", "content": "the other"}]
+        expected = engine.generate(asked, **PLAIN)
+    with served([model], *options, **environment) as first:
+        assert ask(first, IMAGES[0], "the sea").status == ask(first, IMAGES[1], "the sea").status == 200
+    with served([model], *options, **environment) as second:
+        (model / "vision.onnx").write_bytes(b"no graph")  # which is loaded when it is needed
+        assert ask(second, IMAGES[1], "the other").status == 500
+        answered = ask(second, IMAGES[0], "the other").json()
+    assert answered["choices"][0]["message"]["content"] == expected.text
+    usage = answered["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] * 3 // 4
+
+
 def test_clients_learn_which_models_see(server: Served) -> None:
     for name, sees in (("seeing", True), ("bundle", False)):
         assert ("vision" in server.request("POST", "/api/show", {"model": name}).json()["capabilities"]) is sees
