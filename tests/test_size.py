@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (15_226, 129, 275),
+    "edge": (15_225, 129, 275),
     "export": (16_442, 140, 192),
-    "runtime": (24_214, 223, 394),
+    "runtime": (24_215, 223, 394),
     "models": (3_314, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_953, "runtime.engine": 25_162, "edge.cli.run": 26_228}
+CLOSURES = {"runtime.decode": 3_953, "runtime.engine": 25_163, "edge.cli.run": 26_229}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
