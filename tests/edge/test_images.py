@@ -171,7 +171,7 @@ def test_other_urls_and_too_many_images_are_refused(server: Served) -> None:
 
 
 def test_after_a_restart_an_image_is_read_from_disk(tmp_path: Path) -> None:
-    """The second server cannot load the tower, and answers a second question about the image that the first one read."""
+    """The second server cannot load the tower, and answers another question about the image that the first one read."""
     model, cache, file = seeing_bundle(tmp_path), tmp_path / "cache", tmp_path / "request.json"
 
     def messages(image: bytes) -> list[dict[str, Any]]:
