@@ -307,9 +307,10 @@ class ExportRecipe:
     @property
     def rounding(self) -> Method | None:
         """The method that chooses codes and scales; None for the default of each bit width."""
-        name = None if self.method is None else self.method.removeprefix("awq+")
-        others = {None: None, "awq": Method.RTN, "yaqa": Method.GPTQ}
-        return others[name] if name in others else Method(name)
+        if self.method is None:
+            return None
+        name = self.method.removeprefix("awq+")
+        return {"awq": Method.RTN, "yaqa": Method.GPTQ}.get(name) or Method(name)
 
     @property
     def gradients(self) -> bool:
