@@ -24,8 +24,6 @@ from .arguments.option_keywords import GenerateKeywords
 from .devices.providers import CPU_PROVIDER
 from .graph.bound_graph import keyed_ids
 from .images.prompt_images import placed_images
-from .kv.arena import KVArena
-from .kv.cache_scales import KVFormat, convert_snapshot
 from .kv.layer_states import largest_state_snapshot
 from .kv.parked_cache import ParkedCache
 from .loaded_model import LoadedModel
@@ -173,11 +171,10 @@ class Session:
                 "name": model_name(self._model.bundle.folder),
                 "messages": json_messages(self.messages),
                 "plain": arena.plain_length,
+                "kv": self._model.slot_format,
                 "device": self._model.device.provider,
             }
-            slots, scales = arena.snapshot(), _scales_by_type(self._model, arena)
-            if self._model.kv_scales is not None:
-                about["kv"] = self._model.kv_scales.kv
+            slots, scales = arena.snapshot(), ()
             if self._model.prefixes.parks:
                 parked = ParkedCache.of(arena)
                 slots, scales, about["parked"] = (*parked.codes, *parked.states), parked.scales, True
@@ -185,14 +182,14 @@ class Session:
                 "about": np.frombuffer(json.dumps(about).encode(), np.uint8),
                 "tokens": np.asarray(tokens, np.int64),
                 **{f"rows.{kind}": each for kind, each in enumerate(slots)},
-                **{f"scales.{kind}": each for kind, each in enumerate(scales or ())},
+                **{f"scales.{kind}": each for kind, each in enumerate(scales)},
             }
             np.savez(buffer, **arrays)
         write_atomically(Path(path), buffer.getvalue(), private=True)
 
     @classmethod
     def resume(cls, model: LoadedModel, path: Path) -> Session:
-        """Open the conversation that `save` wrote, also with a KV cache of another format.
+        """Open the conversation that `save` wrote. A cache of another format is computed anew.
 
         Raises:
             InputError: the file is missing, damaged, or of another model.
@@ -200,33 +197,29 @@ class Session:
         about, arrays = _read_saved(path, _largest_file(model))
         _require_model(about, path, model.bundle)
         tokens, messages = arrays["tokens"], template_messages(about["messages"]) if about["messages"] else []
-        saved = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT else None
         images_only = tokens < 0 if model.vision is not None else np.False_
         if tokens.size and not (((tokens >= 0) | images_only) & (tokens < model.graph_io.vocab_size)).all():
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
+        session.messages = messages
+        if about["kv"] != model.slot_format or not tokens.size:
+            return session
         arena = model.new_arena()
-        scales = _scales_by_type(model, arena)
         rows, parked = _numbered(arrays, "rows."), _numbered(arrays, "scales.") if about["parked"] else ()
         try:
             if any(codes.size != scale.size * tokens.size for codes, scale in zip(rows, parked, strict=False)):
                 raise ValueError("scales that do not fit the cache")
-            rows = ParkedCache(rows[: len(parked)], parked, rows[len(parked) :]).values
-            arena.restore(convert_snapshot(rows, saved, scales, list(arena.groups)))
+            arena.restore(ParkedCache(rows[: len(parked)], parked, rows[len(parked) :]).values)
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}", _HINT) from error
         if arena.length != tokens.size:
             raise InputError(f"{path} is damaged: {tokens.size} tokens, {arena.length} cache slots", _HINT)
-        # Converted slots are not those that plain decoding would have written, and another device computes other last
-        # bits.
-        are_same = len(saved or ()) == len(scales or ()) and all(map(np.array_equal, saved or (), scales or ()))
-        is_same = are_same and not parked and about["device"] == model.device.provider
+        # Another device computes other last bits.
+        is_same = not parked and about["device"] == model.device.provider
         arena.plain_length = min(about["plain"], arena.plain_length) if is_same else 0
         with model.queue.turn():
-            if arena.length:
-                model.prefixes.keep(arena, tokens.tolist())
-        session.messages = messages
+            model.prefixes.keep(arena, tokens.tolist())
         return session
 
     def close(self) -> None:
@@ -269,7 +262,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
             "name": "",
             "plain": 0,
             "device": CPU_PROVIDER,
-            "kv": KVFormat.FLOAT,
+            "kv": "",
             "parked": False,
             **json.loads(arrays["about"].tobytes()),
         }
@@ -280,7 +273,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
         raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not a saved conversation", _HINT) from error
-    scales = _numbered(arrays, "scales.") if about["kv"] != KVFormat.FLOAT or about["parked"] else ()
+    scales = _numbered(arrays, "scales.") if about["parked"] else ()
     if (
         tokens.dtype != np.int64
         or tokens.ndim != 1
@@ -338,14 +331,6 @@ def _largest_file(model: LoadedModel) -> int:
     states = largest_state_snapshot(types, context) if types else 0
     images = 0 if model.vision is None else _IMAGE_BYTES
     return context * (cache_bytes + _BYTES_PER_TOKEN) + states + images + _OTHER_BYTES
-
-
-def _scales_by_type(model: LoadedModel, arena: KVArena) -> Sequence[npt.NDArray[Any]] | None:
-    """The scales of a model's quantized cache, as the arena's snapshots are arranged; None for a float cache."""
-    if model.kv_scales is None:
-        return None
-    names = [tensor.past for tensor in model.graph_io.cache]
-    return [model.kv_scales.stacked([names[index] for index in members]) for members in arena.groups.values()]
 
 
 def checked_messages(value: Any) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -375,12 +376,19 @@ class LoadedModel:
         bound.images = images
         return CachedSequence(bound, known, self._progress, None if options.penalty_alpha else prefixes)
 
+    @property
+    def slot_format(self) -> str:
+        """The format of cache slots with a digest of their scales; empty for floats."""
+        if self.kv_scales is None:
+            return ""
+        scales = json.dumps(self.kv_scales.to_json(), sort_keys=True)
+        return f"{self.kv_scales.kv} {hashlib.sha256(scales.encode()).hexdigest()}"
+
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""
-        scales = "" if self.kv_scales is None else json.dumps(self.kv_scales.to_json(), sort_keys=True)
         types = [(str(each.dtype), each.shape_of(0)) for each in self.graph_io.tensor_types]
         where = (*device_identity(self.device), RUNTIME_BUILD, processor())
-        return "\0".join(map(str, (model_id(self.bundle), *where, scales, types)))
+        return "\0".join(map(str, (model_id(self.bundle), *where, self.slot_format, types)))
 
     def new_arena(self) -> KVArena:
         """Make an empty KV cache.

@@ -1,4 +1,4 @@
-"""Scales of a quantized KV cache, and slots converted by them.
+"""Scales of a quantized KV cache.
 
 The operator stores `round(value / scale)`, from -128 to 127 with 8 bits and from -8 to 7 with 4, with one constant
 scale for every channel of every key/value head, so larger values saturate. A slot's codes depend on its own keys and
@@ -8,7 +8,7 @@ one in its low half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.json_file import is_finite
-from .buffers import CacheSnapshot, CacheTensorType
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -27,8 +26,6 @@ MAX_CODE_4: Final = 7
 _CLIPPED: Final = 0.75
 """Share of the largest values that codes of 4 bits reach: larger ones saturate, and all others become more precise
 (docs/decisions/0060-int8-cache.md)."""
-_DIMENSIONS: Final = 5
-"""Number of dimensions of a snapshot's slots."""
 _DIGITS: Final = 6
 """Significant digits with which scales are kept."""
 
@@ -81,14 +78,6 @@ class CacheScales:
         ratio = np.float32(1.0 if kv is self.kv else _CLIPPED * MAX_CODE / MAX_CODE_4)
         return CacheScales({name: ratio * each for name, each in self.tensors.items()}, kv)
 
-    def stacked(self, names: Sequence[str]) -> Floats:
-        """Scales of several cache inputs of one shape, `[tensors, kv_heads, head_dim]`.
-
-        Raises:
-            KeyError: one of the inputs has no scales.
-        """
-        return np.stack([self.tensors[name] for name in names])
-
     def to_json(self) -> dict[str, Any]:
         """Convert to a plain JSON object."""
         tensors = {name: scales.tolist() for name, scales in self.tensors.items()}
@@ -105,69 +94,6 @@ class CacheScales:
         if not isinstance(tensors, dict) or not tensors:
             raise ValueError("lacks scales")
         return cls({name: _scales_of(name, heads) for name, heads in tensors.items()})
-
-
-def quantize_slots(slots: npt.NDArray[Any], scales: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Codes of cached slots `[tensors, 1, kv_heads, slots, head_dim]`, given `[tensors, kv_heads, head_dim]` scales.
-
-    The codes are those that the operator stores, of halves the even one: int8, or two of 4 bits in each uint8 of
-    `[tensors, 1, kv_heads, slots, head_dim / 2]`.
-    """
-    largest = MAX_CODE if dtype == np.int8 else MAX_CODE_4
-    codes = np.clip(np.rint(slots / scales[:, None, :, None, :]), -largest - 1, largest).astype(np.int8)
-    if dtype == np.int8:
-        return codes
-    shifted = (codes + np.int8(MAX_CODE_4 + 1)).view(np.uint8)
-    return shifted[..., ::2] | shifted[..., 1::2] << 4
-
-
-def dequantize_slots(codes: npt.NDArray[Any], scales: Floats) -> Floats:
-    """The float32 values of cached slots; shapes and types as for `quantize_slots`."""
-    if codes.dtype == np.uint8:
-        halves = np.stack([codes & 15, codes >> 4], axis=-1).view(np.int8) - np.int8(MAX_CODE_4 + 1)
-        codes = halves.reshape(*codes.shape[:-1], -1)
-    values: Floats = codes * scales[:, None, :, None, :]
-    return values
-
-
-def convert_snapshot(
-    snapshot: CacheSnapshot,
-    stored: Sequence[Floats] | None,
-    wanted: Sequence[Floats] | None,
-    types: Sequence[CacheTensorType],
-) -> CacheSnapshot:
-    """Slots of one cache format in the other, or with other scales.
-
-    Args:
-        snapshot: for every type of tensor an array `[tensors, 1, kv_heads, slots, head_dim]`; what follows these, as
-            the states of a hybrid model, stays as it is.
-        stored: the scales of each array, `[tensors, kv_heads, head_dim]`; None for a float cache.
-        wanted: the scales of the result; None for a float cache.
-        types: the types of the result's tensors.
-
-    Raises:
-        ValueError: arrays and scales do not fit each other.
-    """
-    if stored is None and wanted is None:
-        return snapshot
-    if len(snapshot) < len(types) or any(each is not None and len(each) != len(types) for each in (stored, wanted)):
-        raise ValueError(f"{len(snapshot)} arrays for {len(types)} types of tensors and their scales")
-    none = [None] * len(types)
-    converted = []
-    for slots, tensor_type, old, new in zip(snapshot, types, stored or none, wanted or none, strict=False):
-        dtype, packed = tensor_type.dtype, 2 if old is not None and slots.dtype == np.uint8 else 1
-        for scales in (old, new):
-            expected = (
-                (slots.shape[0], *slots.shape[2:3], packed * slots.shape[-1]) if slots.ndim == _DIMENSIONS else ()
-            )
-            if scales is not None and scales.shape != expected:
-                raise ValueError(f"scales of shape {list(scales.shape)} for slots of {list(slots.shape)}")
-        if slots.dtype == dtype and old is not None and new is not None and np.array_equal(old, new):
-            converted.append(slots)
-            continue
-        values = slots if old is None else dequantize_slots(slots, old)
-        converted.append(values.astype(dtype) if new is None else quantize_slots(values, new, dtype))
-    return (*converted, *snapshot[len(types) :])
 
 
 def _rounded(scale: float) -> float:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +22,6 @@ from edgerun import (
     Session,
 )
 from edgerun.runtime.kv.arena import KVArena
-from edgerun.runtime.kv.buffers import CacheSnapshot
-from edgerun.runtime.kv.cache_scales import dequantize_slots
 from edgerun.runtime.speculation.choice import Speculation
 from support.tiny_models import write_bundle
 
@@ -127,15 +124,6 @@ def cached(engine: Engine, chat: Session) -> KVArena:
     return found[0]
 
 
-def values_of(engine: Engine, snapshot: CacheSnapshot) -> tuple[np.ndarray, np.ndarray | float, float]:
-    """The keys and values of a snapshot as floats, the largest ones that the format has, and its largest scale."""
-    if engine.model.kv_scales is None:
-        return snapshot[0], np.inf, 0.001
-    scales = engine.model.kv_scales.stacked([tensor.past for tensor in engine.graph_io.cache])
-    reach = scales * (127 if snapshot[0].dtype == np.int8 else 7)
-    return dequantize_slots(snapshot[0], scales), reach[:, None, :, None, :], float(scales.max())
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -148,25 +136,23 @@ def test_a_conversation_is_resumed_with_a_cache_of_any_format(
     with edgerun.load(bundle, kv=saved) as first, first.session(system="s") as chat:
         chat.send("the other", **options)
         chat.save(tmp_path / "chat.kv")
-        rows = cached(first, chat).snapshot()
+        rows, messages = cached(first, chat).snapshot(), list(chat.messages)
         expected = chat.send("again", **options)
-    with edgerun.load(bundle, kv=resumed) as second, second.session(resume=tmp_path / "chat.kv") as chat:
-        arena = cached(second, chat)
-        assert arena.snapshot()[0].dtype == {"int8": np.int8, "int4": np.uint8, "float": np.float32}[resumed]
-        assert arena.plain_length == (arena.length if saved == resumed else 0)
-        for states, before in zip(arena.snapshot()[1:], rows[1:], strict=True):
-            np.testing.assert_array_equal(states, before)
-        if saved == resumed:
-            np.testing.assert_array_equal(arena.snapshot()[0], rows[0])
-        else:
-            before, (after, reach, largest) = values_of(first, rows)[0], values_of(second, arena.snapshot())
-            fits = np.abs(before) <= reach  # larger values saturate
-            assert np.abs(after - before)[fits].max() <= 0.51 * largest
-            assert fits.mean() > (0.9 if "int4" in (saved, resumed) else 0.999)
-        reply = chat.send("again", **options)
-        assert reply.stats.reused_tokens == expected.stats.reused_tokens
-        if saved == resumed:
+    with edgerun.load(bundle, kv=resumed) as second:
+        if saved != resumed:
+            with second.session(system="s") as chat:
+                chat.messages = messages
+                expected = chat.send("again", **options)  # reads everything
+        with second.session(resume=tmp_path / "chat.kv") as chat:
+            assert chat.messages == messages
+            if saved == resumed:
+                arena = cached(second, chat)
+                assert arena.plain_length == arena.length
+                for found, before in zip(arena.snapshot(), rows, strict=True):
+                    np.testing.assert_array_equal(found, before)
+            reply = chat.send("again", **options)
             assert reply.text == expected.text
+            assert reply.stats.reused_tokens >= expected.stats.reused_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
@@ -196,12 +182,9 @@ def test_a_conversation_is_saved_in_8_bits_where_that_is_asked_for(
         np.testing.assert_array_equal(states, before)
 
 
-@pytest.mark.parametrize("load", [{"kv": "int8"}, {"lossy_parking": True}], ids="".join)
-def test_damaged_scales_of_a_saved_conversation_are_refused(
-    tiny_bundle: Path, tmp_path: Path, load: dict[str, Any]
-) -> None:
+def test_damaged_scales_of_a_saved_conversation_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     path = tmp_path / "chat.kv"
-    with edgerun.load(tiny_bundle, **load) as engine:
+    with edgerun.load(tiny_bundle, lossy_parking=True) as engine:
         with engine.session() as chat:
             chat.send("the other", max_tokens=2, speculation=Speculation.OFF)
             chat.save(path)
