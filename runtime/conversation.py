@@ -174,7 +174,7 @@ class Session:
                 "kv": self._model.slot_format,
                 "device": self._model.device.provider,
             }
-            slots, scales = arena.snapshot(), ()
+            slots, scales = arena.snapshot(), tuple[npt.NDArray[Any], ...]()
             if self._model.prefixes.parks:
                 parked = ParkedCache.of(arena)
                 slots, scales, about["parked"] = (*parked.codes, *parked.states), parked.scales, True
