@@ -171,7 +171,7 @@ class Session:
                 "name": model_name(self._model.bundle.folder),
                 "messages": json_messages(self.messages),
                 "plain": arena.plain_length,
-                "kv": self._model.slot_format,
+                "kv": _slot_format(self._model),
                 "device": self._model.device.provider,
             }
             slots, scales = arena.snapshot(), tuple[npt.NDArray[Any], ...]()
@@ -203,7 +203,7 @@ class Session:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
         session.messages = messages
-        if about["kv"] != model.slot_format or not tokens.size:
+        if about["kv"] != _slot_format(model) or not tokens.size:
             return session
         arena = model.new_arena()
         rows, parked = _numbered(arrays, "rows."), _numbered(arrays, "scales.") if about["parked"] else ()
@@ -331,6 +331,11 @@ def _largest_file(model: LoadedModel) -> int:
     states = largest_state_snapshot(types, context) if types else 0
     images = 0 if model.vision is None else _IMAGE_BYTES
     return context * (cache_bytes + _BYTES_PER_TOKEN) + states + images + _OTHER_BYTES
+
+
+def _slot_format(model: LoadedModel) -> str:
+    """What the slots of a model's quantized cache mean; empty for floats."""
+    return "" if model.kv_scales is None else model.kv_scales.digest
 
 
 def checked_messages(value: Any) -> list[Message]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -376,19 +374,12 @@ class LoadedModel:
         bound.images = images
         return CachedSequence(bound, known, self._progress, None if options.penalty_alpha else prefixes)
 
-    @property
-    def slot_format(self) -> str:
-        """The format of cache slots with a digest of their scales; empty for floats."""
-        if self.kv_scales is None:
-            return ""
-        scales = json.dumps(self.kv_scales.to_json(), sort_keys=True)
-        return f"{self.kv_scales.kv} {hashlib.sha256(scales.encode()).hexdigest()}"
-
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""
+        scales = "" if self.kv_scales is None else self.kv_scales.digest
         types = [(str(each.dtype), each.shape_of(0)) for each in self.graph_io.tensor_types]
         where = (*device_identity(self.device), RUNTIME_BUILD, processor())
-        return "\0".join(map(str, (model_id(self.bundle), *where, self.slot_format, types)))
+        return "\0".join(map(str, (model_id(self.bundle), *where, scales, types)))
 
     def new_arena(self) -> KVArena:
         """Make an empty KV cache.

@@ -8,6 +8,8 @@ one in its low half.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,6 +79,12 @@ class CacheScales:
         """Scales of another format for the same largest values, from those of int8."""
         ratio = np.float32(1.0 if kv is self.kv else _CLIPPED * MAX_CODE / MAX_CODE_4)
         return CacheScales({name: ratio * each for name, each in self.tensors.items()}, kv)
+
+    @property
+    def digest(self) -> str:
+        """The format, with a digest of the scales."""
+        scales = json.dumps(self.to_json(), sort_keys=True)
+        return f"{self.kv} {hashlib.sha256(scales.encode()).hexdigest()}"
 
     def to_json(self) -> dict[str, Any]:
         """Convert to a plain JSON object."""
