@@ -43,12 +43,7 @@ class AppOptions:
     """Options of `edge-run app`."""
 
     port: int | None = option(
-        None,
-        "Port of the app; 0 for one that is free.",
-        metavar="N",
-        least=0,
-        most=65535,
-        unset=f"{_PORT}, or the next free one",
+        None, "Port of the app; 0 for a free one.", metavar="N", least=0, most=65535, unset=f"{_PORT} or the next free"
     )
     browser: bool = option(True, "Open the page in the browser, or only print its address.")
     window: bool = option(False, "Open the page in a window of its own (extra window).")

@@ -44,9 +44,7 @@ class BenchOptions:
 
     prompts: Path | None = option(None, PROMPTS_HELP, metavar="FILE", unset=OWN_PROMPTS)
     replay: Path | None = option(
-        None,
-        "Recorded conversations: every pass is run at its full cost, but the tokens are the recorded ones.",
-        metavar="FILE",
+        None, "Recorded conversations: every pass is run, but the tokens are the recorded ones.", metavar="FILE"
     )
     spec: list[str] | None = option(
         None, "Drafters to measure, as in edge-run --spec; may be repeated.", metavar="NAMES", unset="auto"

@@ -42,7 +42,9 @@ COMMANDS: Final = {
     "mcp": "Offer models as tools to a program that uses MCP, over standard input and output.",
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
-"""What each command does; the module and the function are named like the command, with `_` for `-`, but for two."""
+"""What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
+_MODULES: Final = {"stop": "ps", "mcp": "rpc"}
+"""Modules of commands that stand with another one."""
 ALIASES: Final = {"list": ("models",), "ls": ("models",), "show": ("inspect",), "rm": ("models", "--remove")}
 """Names that commands have in other programs, which work here too."""
 _DEFAULT_COMMAND: Final = "run"
@@ -168,7 +170,7 @@ def _command_line(chosen: str) -> Callable[..., object]:
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
         function = "chat_or_answer" if name == _DEFAULT_COMMAND else name.replace("-", "_")
-        module = "ps" if name == "stop" else function
+        module = _MODULES.get(name, function)
         command = getattr(import_module(f".{module}", __package__), function) if name == chosen else lambda: None
         app.command(name=name, short_help=summary)(command)
     return typer.main.get_command(app)

@@ -29,12 +29,7 @@ class CompleteOptions:
         None, "Another file of the project; repeat it, the most important file last.", metavar="FILE"
     )
     choices: int = option(
-        1,
-        "Number of suggestions, which begin with the likeliest tokens.",
-        least=1,
-        most=MOST_ANSWERS,
-        flags=("-k", "--choices"),
-        metavar="N",
+        1, "Number of suggestions.", least=1, most=MOST_ANSWERS, flags=("-k", "--choices"), metavar="N"
     )
 
 

@@ -20,18 +20,6 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="ID", help="org/name, org/name:variant or org/name:variant@revision.")
     ],
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Which weights: q4, int8, fp16, fp32 ..., or the name of a folder of the repository.",
-            show_default="what suits the device best",
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A branch, tag or commit.", show_default="the main branch"),
-    ] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="The device it will run on: auto, cpu, gpu or npu.")
     ] = "auto",
@@ -41,6 +29,9 @@ def pull(
 ) -> None:
     """Download a model or update it, and print its folder.
 
+    A variant says which weights: q4, int8, fp16, fp32 ..., or a folder of the repository; without one, what suits the
+    device best is chosen. A revision is a branch, a tag or a commit.
+
     Only the files that one graph needs are downloaded. An interrupted download continues where it stopped. Private and
     gated models need a login: hf auth login, or the environment variable HF_TOKEN.
 
@@ -48,9 +39,7 @@ def pull(
     """
     from ...models.hub.fetch import fetch_model
 
-    named = parse_hub_id(model)
-    named = dataclasses.replace(named, variant=variant or named.variant, revision=revision or named.revision)
-    requested = parse_hub_id(str(named))  # checks the values of the options like those in the id
+    requested = parse_hub_id(model)
     found = fetch_model(requested, choose_device(device).kind, newest=True)
     facts = describe(requested, found)
     if as_json:

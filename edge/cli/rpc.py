@@ -1,4 +1,4 @@
-"""`edge-run rpc [MODEL ...]`: JSON-RPC over standard input and output, for programs that embed edge-run."""
+"""`edge-run rpc` and `edge-run mcp`: models for other programs, over standard input and output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ...errors import InputError
+from ...errors import InputError, missing_extra
 from ...models.user_text import parse_bytes
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
@@ -17,7 +17,7 @@ from .pool_options import POOL, Models
 from .shared_options import OptionsOf, takes_options
 
 _SHORTEST_LINE: Final = 1024
-LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
+_LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RpcOptions:
 _RPC: Final = OptionsOf(RpcOptions())
 
 
-@takes_options(POOL, _RPC, LOAD, offline=True)
+@takes_options(POOL, _RPC, _LOAD, offline=True)
 def rpc(
     models: Models = None,
     **given: Any,
@@ -42,7 +42,7 @@ def rpc(
 
     Example: edge-run rpc my-model
     """
-    options, load = _RPC.record(given), LOAD.record(given)
+    options, load = _RPC.record(given), _LOAD.record(given)
     from ..rpc.protocol_schema import protocol_schema
 
     if options.schema:
@@ -59,3 +59,20 @@ def rpc(
     each = replace(load, max_waiting=MAX_REQUESTS)
     with POOL.record(given).open(models, each) as pool:
         serve(pool, power=Power(load.power), max_line_bytes=max_line_bytes, debug=given["debug"])
+
+
+@takes_options(POOL, _LOAD, offline=True)
+def mcp(models: Models = None, **given: Any) -> None:
+    """Offer models as tools to a program that uses MCP, over standard input and output, until the input ends.
+
+    The program starts the command itself, as its settings say: {"mcpServers": {"edge-run": {"command": "edge-run",
+    "args": ["mcp", "my-model"]}}}. The guide is docs/tools.md.
+
+    Example: edge-run mcp my-model
+    """
+    if sys.stdin is None:
+        raise InputError("standard input is closed", "start edge-run mcp from a program that uses MCP")
+    with missing_extra("the MCP server", "mcp"):
+        from ..tools.mcp_server import mcp_server
+    with POOL.record(given).open(models, _LOAD.record(given)) as pool:
+        mcp_server(pool).run("stdio")

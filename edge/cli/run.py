@@ -58,24 +58,14 @@ class RunOptions:
     )
     embedding_model: str | None = embedding_option()
     json_schema: Path | None = option(
-        None,
-        "Let the answer be JSON of the schema in FILE, on one line. This, the next three options and "
-        "--grammar-aligned need the extra structured.",
-        metavar="FILE",
+        None, "Let the answer be JSON of the schema in FILE, on one line.", metavar="FILE"
     )
     regex: str | None = option(None, "Let the whole answer match a regular expression.", metavar="PATTERN")
     grammar: Path | None = option(None, "Let the answer follow the Lark or GBNF grammar in FILE.", metavar="FILE")
     choice: list[str] | None = option(None, "Let the answer be this text; repeat it for other choices.", metavar="TEXT")
-    extract: Path | None = option(
-        None,
-        "Answer with the most probable passage of the text of FILE, which goes into the prompt before the question.",
-        metavar="FILE",
-    )
+    extract: Path | None = option(None, "Answer with the most probable passage of the text of FILE.", metavar="FILE")
     until: str | None = option(
-        None,
-        "Sample until COMMAND succeeds (exit code 0) with the answer on its standard input, such as 'bash -n'; only "
-        "that answer is printed.",
-        metavar="COMMAND",
+        None, "Sample until COMMAND succeeds with the answer on its standard input: 'bash -n'.", metavar="COMMAND"
     )
     tries: int = option(10, "Most answers to sample for --until.", least=1, metavar="N")
     resume: Path | None = option(None, "Continue a conversation that /save wrote.", metavar="FILE")
@@ -86,10 +76,7 @@ class RunOptions:
         None, "Go on with a conversation of this id, as /conversations and the app list them.", metavar="ID"
     )
     save: bool = option(True, "Keep the conversations of a chat, and what is typed, on disk.")
-    json_stream: bool = option(
-        False,
-        "Print JSON lines while the answer is generated: an object for each piece, and at the end that of --json.",
-    )
+    json_stream: bool = option(False, "Print a JSON line for each piece of the answer, and then that of --json.")
     stats: bool = option(False, "Print statistics of the answer on standard error.")
     tools: Path | None = option(None, "Let a chat call tools of the MCP servers in FILE.", metavar="FILE")
 

@@ -42,9 +42,7 @@ class ServeOptions:
         None, "A further name by which clients reach the server; may be repeated.", metavar="NAME"
     )
     allow_origin: list[str] | None = option(
-        None,
-        "A web origin whose pages may use the server, such as https://example.com; may be repeated.",
-        metavar="ORIGIN",
+        None, "A web origin (https://example.com) whose pages may use the server; may be repeated.", metavar="ORIGIN"
     )
     allow_image_urls: bool = option(False, "Fetch images at http and https URLs in requests, from public addresses.")
     prefix: list[Path] | None = option(

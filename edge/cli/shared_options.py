@@ -51,9 +51,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 def embedding_option() -> Any:
     """The option of commands that answer from documents."""
-    about = (
-        "Embedding model that finds passages of documents by their meaning, beside their words; none for words alone."
-    )
+    about = "Embedding model that finds passages by their meaning, beside their words; none for words alone."
     return option(None, about, metavar="NAME", unset="the first encoder that edge-run models lists")
 
 

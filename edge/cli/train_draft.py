@@ -56,26 +56,15 @@ class TrainDraftOptions:
     )
     layers: int = option(2, "Layers of a draft model.", metavar="N", least=1)
     hidden_size: int | None = option(
-        None,
-        "Hidden size of a draft model.",
-        metavar="N",
-        least=32,
-        unset="two fifths of the target's, as a multiple of 128",
+        None, "Hidden size of a draft model.", metavar="N", least=32, unset="two fifths of the target's"
     )
     vocabulary: int = option(
-        32_000,
-        "Largest number of tokens of a head: the target's most frequent ones.",
-        flags=("--draft-vocab",),
-        metavar="N",
-        least=2,
+        32_000, "Tokens of a head: the target's most frequent ones.", flags=("--draft-vocab",), metavar="N", least=2
     )
     depth: int = option(4, "Number of tokens of a chain with which a head is trained.", metavar="N", least=1, most=16)
     init: Path | None = option(None, "Draft checkpoint to start from.", metavar="DIR", unset="random weights")
     rounding: str | None = option(
-        None,
-        "Train a draft model for this weight format, such as 4/128; the checkpoint has rounded weights.",
-        flags=("--round",),
-        metavar="BITS/BLOCK",
+        None, "Train a draft model for a weight format, such as 4/128.", flags=("--round",), metavar="BITS/BLOCK"
     )
     max_tokens: int = option(
         256, "Most tokens of an answer of the target.", flags=("-n", "--max-tokens"), metavar="N", least=2

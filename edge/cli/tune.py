@@ -50,9 +50,7 @@ def tune(
     model: ModelArgument = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=2, help="Longest context to measure, in tokens.", show_default="what fits in 512 MB"
-        ),
+        typer.Option(metavar="N", min=2, help="Longest context to measure.", show_default="what fits in 512 MB"),
     ] = None,
     text: Annotated[
         list[Path] | None,

@@ -178,36 +178,22 @@ class Connection:
 
     def _take_request(self, id_: RequestId, method: str, params: bytes) -> None:
         if method not in METHODS:
-            raise RequestError(
-                f"there is no method {method!r:.200}",
-                f"methods are {', '.join(METHODS)}",
-                code=ProtocolCode.METHOD_NOT_FOUND,
-                param="method",
-            )
+            what, hint = f"there is no method {method!r:.200}", f"methods are {', '.join(METHODS)}"
+            raise RequestError(what, hint, code=ProtocolCode.METHOD_NOT_FOUND, param="method")
         if not self._initialized and method != "initialize":
-            raise RequestError(
-                f"{method} comes before initialize",
-                f'send initialize first, with {{"protocol_version": {PROTOCOL_VERSION}}}',
-                code=ProtocolCode.NOT_INITIALIZED,
-            )
+            hint = f'send initialize first, with {{"protocol_version": {PROTOCOL_VERSION}}}'
+            raise RequestError(f"{method} comes before initialize", hint, code=ProtocolCode.NOT_INITIALIZED)
         if self._initialized and method == "initialize":
             raise _invalid("initialize was sent before", "send it once")
         call = Call(id_, method, self._output, lambda _: self._answer(call, params))
         with self._lock:
             if id_ in self._running:
-                raise RequestError(
-                    f"a request with the id {id_!r} is in progress",
-                    "give every request an id of its own",
-                    code=ProtocolCode.DUPLICATE_ID,
-                    param="id",
-                )
+                what, hint = f"a request with the id {id_!r} is in progress", "give every request an id of its own"
+                raise RequestError(what, hint, code=ProtocolCode.DUPLICATE_ID, param="id")
             if method not in _AT_ONCE:
                 if len(self._running) >= MAX_REQUESTS:
-                    raise RequestError(
-                        f"{len(self._running)} requests are in progress, which is the limit",
-                        "wait for responses, or cancel requests",
-                        code=ErrorCode.BUSY,
-                    )
+                    what = f"{len(self._running)} requests are in progress, which is the limit"
+                    raise RequestError(what, "wait for responses, or cancel requests", code=ErrorCode.BUSY)
                 if self._closing:
                     return
                 self._running[id_] = call
@@ -257,11 +243,8 @@ class Connection:
 def _fields(line: bytes | None) -> dict[str, msgspec.Raw]:
     """The members of the object on a line, of which only the names are decoded."""
     if line is None:
-        raise RequestError(
-            "the line is longer than the limit",
-            "initialize tells max_line_bytes; edge-run rpc --max-line raises it",
-            code=ProtocolCode.LINE_TOO_LONG,
-        )
+        hint = "initialize tells max_line_bytes; edge-run rpc --max-line raises it"
+        raise RequestError("the line is longer than the limit", hint, code=ProtocolCode.LINE_TOO_LONG)
     try:
         line.decode("utf-8")
         whole = bytes(msgspec.json.decode(line, type=msgspec.Raw))
@@ -332,12 +315,8 @@ def _method(fields: Mapping[str, msgspec.Raw]) -> str:
 def _params(fields: Mapping[str, msgspec.Raw]) -> bytes:
     params = bytes(fields["params"]) if "params" in fields else b"{}"
     if not params.startswith(b"{"):
-        raise RequestError(
-            f"params is {described(_value(fields['params']))}",
-            "it must be an object: parameters have names",
-            code=ErrorCode.INVALID_TYPE,
-            param="params",
-        )
+        what, hint = f"params is {described(_value(fields['params']))}", "it must be an object: parameters have names"
+        raise RequestError(what, hint, code=ErrorCode.INVALID_TYPE, param="params")
     return params
 
 

@@ -151,12 +151,8 @@ class SessionMethods:
     def _find(self, id_: str) -> _OpenSession:
         session = self._sessions.get(id_)
         if session is None:
-            raise RequestError(
-                f"there is no session {id_!r:.100}",
-                "open one with session/new or session/restore",
-                code=ProtocolCode.SESSION_NOT_FOUND,
-                param="session_id",
-            )
+            what, hint = f"there is no session {id_!r:.100}", "open one with session/new or session/restore"
+            raise RequestError(what, hint, code=ProtocolCode.SESSION_NOT_FOUND, param="session_id")
         return session
 
 

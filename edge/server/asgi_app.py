@@ -176,30 +176,20 @@ def origin_refusal(settings: ServerSettings, scope: Scope) -> RefusedError | Non
     """Why a request with too long headers, to an unknown host or from another site is refused; None for others."""
     headers = Headers(scope=scope)
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-        return RefusedError(
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-            "headers_too_large",
-            f"the headers have more than {MAX_HEADER_BYTES} bytes",
-        )
+        what = f"the headers have more than {MAX_HEADER_BYTES} bytes"
+        return RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", what)
     hosts, origins = headers.getlist("host"), headers.getlist("origin")
     if len(hosts) != 1 or not settings.allows_host(hosts[0]):
         shown = hosts[0] if hosts else "missing"
-        return RefusedError(
-            HTTPStatus.MISDIRECTED_REQUEST,
-            "host_not_allowed",
-            f"the Host header {shown!r:.200} is not a name of this server",
-            "use localhost or 127.0.0.1, or start the server with --allow-host NAME",
-        )
+        what = f"the Host header {shown!r:.200} is not a name of this server"
+        hint = "use localhost or 127.0.0.1, or start the server with --allow-host NAME"
+        return RefusedError(HTTPStatus.MISDIRECTED_REQUEST, "host_not_allowed", what, hint)
     own = f"{scope.get('scheme', 'http')}://{hosts[0]}".lower()
     allowed = settings.allow_origins
     if "*" in allowed or all(origin in allowed or origin.lower() == own for origin in origins):
         return None
-    return RefusedError(
-        HTTPStatus.FORBIDDEN,
-        "origin_not_allowed",
-        f"pages of {origins[0]!r:.200} may not use this server",
-        "start the server with --allow-origin ORIGIN",
-    )
+    what = f"pages of {origins[0]!r:.200} may not use this server"
+    return RefusedError(HTTPStatus.FORBIDDEN, "origin_not_allowed", what, "start the server with --allow-origin ORIGIN")
 
 
 def _key_refusal(key: str | None, scope: Scope) -> RefusedError | None:
@@ -227,9 +217,6 @@ def content_type_refusal(scope: Scope) -> RefusedError | None:
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         return None
-    return RefusedError(
-        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        "unsupported_content_type",
-        f"the Content-Type is {kind!r:.100}" if kind else "the header Content-Type is missing",
-        "send JSON with Content-Type: application/json",
-    )
+    what = f"the Content-Type is {kind!r:.100}" if kind else "the header Content-Type is missing"
+    hint = "send JSON with Content-Type: application/json"
+    return RefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_content_type", what, hint)

@@ -90,12 +90,8 @@ class RequestService:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")
         self._runs.difference_update([run for run in self._runs if run.ended])
         if len(self._runs) >= self.settings.max_requests:
-            raise RefusedError(
-                HTTPStatus.TOO_MANY_REQUESTS,
-                "busy",
-                f"{len(self._runs)} requests are being answered or wait",
-                "try again later",
-            )
+            what = f"{len(self._runs)} requests are being answered or wait"
+            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "busy", what, "try again later")
         self._runs.add(run)
         run.start()
 
@@ -236,9 +232,8 @@ class Endpoint(ProtocolRoute):
     def _shown(self, error: BaseException) -> EdgeError | None:
         """What the client is told of an error; None for one that ends the server's task."""
         if isinstance(error, CancelledError):
-            return RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", "the answer was cancelled by the server"
-            )
+            what = "the answer was cancelled by the server"
+            return RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down", what)
         if isinstance(error, EdgeError):
             return error
         if isinstance(error, TimeoutError):

@@ -139,9 +139,5 @@ async def _whole_body(scope: Scope, receive: Receive, most: int) -> bytes | None
 
 
 def _too_large(what: str, most: int) -> RefusedError:
-    return RefusedError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        "request_too_large",
-        what,
-        f"the largest body is {most} bytes; start the server with a larger --max-body",
-    )
+    hint = f"the largest body is {most} bytes; start the server with a larger --max-body"
+    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_too_large", what, hint)

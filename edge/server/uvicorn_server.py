@@ -183,12 +183,8 @@ class GuardedConnection(H11Protocol):
             # A computer that vanished without a word is noticed by the system, also where nothing is written.
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if len(self.connections) > self.settings.max_requests:
-            refusal = RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "busy",
-                f"there are {self.settings.max_requests} connections already",
-                "try again later",
-            )
+            what = f"there are {self.settings.max_requests} connections already"
+            refusal = RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "busy", what, "try again later")
             self._respond(refusal, f"retry-after: {RETRY_AFTER_S}\r\n")
         else:
             self._check_later()
@@ -209,14 +205,9 @@ class GuardedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  uvicorn's own text
         """Refuse a request that is not valid HTTP, or has headers that are too long."""
-        self._respond(
-            RefusedError(
-                HTTPStatus.BAD_REQUEST,
-                "invalid_http",
-                "the request is not valid HTTP/1.1, or its headers are too long",
-                f"at most {MAX_HEADER_BYTES} bytes of headers are read",
-            )
-        )
+        what = "the request is not valid HTTP/1.1, or its headers are too long"
+        hint = f"at most {MAX_HEADER_BYTES} bytes of headers are read"
+        self._respond(RefusedError(HTTPStatus.BAD_REQUEST, "invalid_http", what, hint))
 
     def _respond(self, refusal: RefusedError, headers: str = "") -> None:
         """Write an error without the application, and close the connection."""

@@ -64,7 +64,7 @@ def test_pull_prints_the_folder_of_a_model(hub: HubServer, capsys: Capture) -> N
     assert facts["commit"] == hub.repos["org/js"].refs["main"]
     assert facts["bytes"] == sum(facts["files"].values())
     assert {path.name for path in Path(facts["path"]).iterdir()} == {*facts["files"], "hub.json"}
-    assert output_of(capsys, "pull", "org/js", "--variant", "fp32", "--revision", "main").splitlines() == [
+    assert output_of(capsys, "pull", "org/js:fp32@main").splitlines() == [
         f"org/js:fp32: {facts['bytes'] / 1000:.3g} kB, commit {facts['commit'][:10]}",
         f"in {facts['path']}",
         "to run it: edge-run org/js:fp32@main",

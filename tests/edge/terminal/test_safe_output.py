@@ -188,7 +188,7 @@ def test_listings_of_the_hub_are_shown_as_text(tiny_bundle: Path, tmp_path: Path
     others = {name: data for name, data in files.items() if not name.startswith("model.onnx") and name != "edge.json"}
     with own_hub(tmp_path / "hf") as hub:
         hub.repo("org/hostile", {**others, **graphs})
-        assert main(["pull", "org/hostile", "--variant", "none"]) == 2
+        assert main(["pull", "org/hostile:none"]) == 2
         assert "[nope]\ufffdb" in output(capsys)
         assert main(["pull", "org/hostile"]) == 2
         assert "[nope]\ufffdb" in output(capsys)
