@@ -57,9 +57,7 @@ class RunOptions:
         metavar="PATH",
     )
     embedding_model: str | None = embedding_option()
-    json_schema: Path | None = option(
-        None, "Let the answer be JSON of the schema in FILE, on one line.", metavar="FILE"
-    )
+    json_schema: Path | None = option(None, "Let the answer be JSON of the schema in FILE, on a line.", metavar="FILE")
     regex: str | None = option(None, "Let the whole answer match a regular expression.", metavar="PATTERN")
     grammar: Path | None = option(None, "Let the answer follow the Lark or GBNF grammar in FILE.", metavar="FILE")
     choice: list[str] | None = option(None, "Let the answer be this text; repeat it for other choices.", metavar="TEXT")
