@@ -203,7 +203,7 @@ class Session:
         system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         session = cls(model, system=system)
         session.messages = messages
-        if about["kv"] != _slot_format(model) or not tokens.size:
+        if about["kv"] != _slot_format(model):
             return session
         arena = model.new_arena()
         rows, parked = _numbered(arrays, "rows."), _numbered(arrays, "scales.") if about["parked"] else ()
@@ -219,7 +219,8 @@ class Session:
         is_same = not parked and about["device"] == model.device.provider
         arena.plain_length = min(about["plain"], arena.plain_length) if is_same else 0
         with model.queue.turn():
-            model.prefixes.keep(arena, tokens.tolist())
+            if arena.length:
+                model.prefixes.keep(arena, tokens.tolist())
         return session
 
     def close(self) -> None:
