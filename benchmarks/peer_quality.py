@@ -157,6 +157,7 @@ class QualityComparison:
             self._calibrated("search"),
             weights="mixed",
             budget=Budget((limit - others - _SPARE) // 100 / 1e4, Measure.MEGABYTES, in_file=True),
+            method=self._options.methods[-1],
             time_limit=self._options.search_minutes,
             zero_points=True,
             half_scales=True,
@@ -317,7 +318,11 @@ def main() -> None:
     parser.add_argument("--search-minutes", type=float, default=3.0, help="time limit of each search for a plan")
     parser.add_argument("--searches", action=argparse.BooleanOptionalAction, default=True, help="mixed plans too")
     parser.add_argument(
-        "--methods", nargs="+", type=MethodChoice, default=(MethodChoice.GPTQ,), help="of the plans of one format"
+        "--methods",
+        nargs="+",
+        type=MethodChoice,
+        default=(MethodChoice.GPTQ,),
+        help="of the plans of one format; the last rounds mixed plans too",
     )
     parser.add_argument("--plans", nargs="+", type=Path, metavar="FILE", help="plan files instead of searches")
     parser.add_argument("--restarts", type=int, default=3)
