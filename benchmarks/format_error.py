@@ -67,11 +67,13 @@ class Codebook(NamedTuple):
         if self.scale == "e4m3":
             whole = max(float(np.abs(scales).max()) / 448, 1e-30)
             exponents = np.maximum(np.frexp(scales / whole)[1], -5)
-            return np.ldexp(np.rint(np.ldexp(scales / whole, 4 - exponents)), exponents - 4) * whole
+            mantissas: Floats = np.rint(np.ldexp(scales / whole, 4 - exponents))
+            return np.asarray(np.ldexp(mantissas, exponents - 4) * whole)
         groups = np.pad(scales, ((0, 0), (0, -scales.shape[1] % 8))).reshape(len(scales), -1, 8)
         steps = np.abs(groups).max(axis=2, keepdims=True) / 31
         steps = np.maximum(steps.astype(np.float16).astype(np.float64), 1e-12)
-        return (np.clip(np.rint(groups / steps), -32, 31) * steps).reshape(len(scales), -1)[:, : scales.shape[1]]
+        rounded: Floats = np.clip(np.rint(groups / steps), -32, 31) * steps
+        return rounded.reshape(len(scales), -1)[:, : scales.shape[1]]
 
     def nearest(self, targets: Floats, scales: Floats) -> Floats:
         """The values nearest to targets at scales of the same shape, without the scale."""
@@ -212,7 +214,7 @@ def in_parts(linear: Linear, order: Order, parts: Sequence[tuple[Codebook, int]]
         first += width
 
     def round_column(targets: Floats, at: int) -> Floats:
-        return books[at].nearest(targets, scales[at]) * scales[at]
+        return np.asarray(books[at].nearest(targets, scales[at]) * scales[at])
 
     if gptq:
         return compensated(linear, order, round_column)
@@ -234,7 +236,7 @@ def pb_llm(linear: Linear, share: float, gptq: bool = True) -> Matrix:
 
     def round_column(targets: Floats, at: int) -> Floats:
         fine = np.clip(np.rint(targets / steps), -128, 127) * steps
-        return np.where(kept[:, at], fine, means + np.where(targets >= means, sizes, -sizes))
+        return np.asarray(np.where(kept[:, at], fine, means + np.where(targets >= means, sizes, -sizes)))
 
     if gptq:
         return compensated(linear, np.arange(linear.layout.columns), round_column)
@@ -251,7 +253,7 @@ def compare_formats(simulation: Simulation, _: argparse.Namespace) -> Iterator[d
     low = {"int2/64": integers(2, 64), "int3/128": integers(3, 128)}
     for gptq in (False, True):
         way = "GPTQ" if gptq else "nearest"
-        for name, book in (FORMATS | low).items():
+        for name, book in {**FORMATS, **low}.items():
             made = simulation.all(partial(uniform, book=book, gptq=gptq))
             yield simulation.show(f"{name}, {way}", made, bits=book.bits)
         for share in (0.05, 0.1, 0.2):
@@ -282,8 +284,8 @@ def compare_splits(simulation: Simulation, options: argparse.Namespace) -> Itera
             plan = cheapest(names, labels, alone, bits, budget * total)
             way = f"{budget} bits, " + ("with splits" if len(labels) == len(SPLITS) else "whole linears")
             weights = {name: made[label][name] for name, label in plan.items()}
-            size = sum(bits[each] for each in plan.items()) / total
-            yield simulation.show(way, weights, first=len(labels) < len(SPLITS), bits=size)
+            spent = sum(bits[each] for each in plan.items()) / total
+            yield simulation.show(way, weights, first=len(labels) < len(SPLITS), bits=spent)
 
 
 def hot_columns(linear: Linear, share: float) -> int:
