@@ -91,7 +91,7 @@ class TextDivergence(PlanEvaluator):
         kl = np.concatenate([each[0] for each in differences])
         batches = [self._batches[number] for number in numbers]
         texts = np.concatenate([batch.texts[batch.counted] for batch in batches])
-        self._sums = np.bincount(texts, kl)
+        self._sums = np.bincount(texts, kl).astype(np.float64)
         self._counts = np.bincount(texts).astype(np.float64)
         return super()._summary(differences, numbers)
 
