@@ -242,7 +242,7 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
 
     trees = form()
     # The positions of text behind an image have three axes in some models, and the plain form takes no positions.
-    if has_plain_form(config) and (bundle.vision is None or processor_of(bundle).axes is None):
+    if has_plain_form(config) and (bundle.vision is None or not processor_of(bundle).has_axes):
         from .plain_passes import TreeGraph, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
 
         plain, tree_io = form(plain=True), read_graph_io(*trees, metadata)

@@ -99,7 +99,7 @@ class ImageGraph(FurtherGraph):
                 self._hidden_size,
                 self._processor.layers,
                 bidirectional=self._processor.bidirectional,
-                own_rotation=self._processor.axes is not None,
+                own_rotation=self._processor.has_axes,
                 model=serialized,
             )
         except CannotRewriteError as error:

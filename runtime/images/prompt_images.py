@@ -56,8 +56,8 @@ class PromptImages:
         self._weights: Final = np.zeros(len(token_ids), np.float32)
         """What is added to the attention that each token gets."""
         self._weights[self._slots] = np.log(sizes)
-        has_axes = model.processor.axes is not None
-        self._positions: Final = self._placed(tiles, len(token_ids)) if has_axes or self.merged_tokens else None
+        moves = model.processor.has_axes or self.merged_tokens
+        self._positions: Final = self._placed(tiles, len(token_ids)) if moves else None
         """Positions int64 `[axes, n]`, in time, rows and columns or one alone; None where they are the slots."""
         self._shift: Final = 0 if self._positions is None else int(self._positions[0, -1]) + 1 - len(token_ids)
         """How much larger the position of a token behind the prompt is than its slot."""
