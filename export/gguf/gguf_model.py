@@ -153,7 +153,7 @@ class GgufModel(ModelSource):
         config = {**self._settings, **tokens}
         if self.vision is not None:
             mmproj = self.vision.mmproj
-            config = {**mmproj.seeing_config(config, vocabulary.find(mmproj.projector.image_token)), **tokens}
+            config = {**mmproj.seeing_config(config, vocabulary.find(mmproj.projector.placeholder)), **tokens}
             self._write("preprocessor_config.json", mmproj.processor_settings(config))
         self._write("config.json", config)
         self._write("generation_config.json", tokens)

@@ -45,7 +45,7 @@ class Projector:
     model_type: str
     text_type: str
     """The model_type of the language model in config.json."""
-    image_token: str
+    placeholder: str
     layers: str
     """Module with the layers."""
     layer: Mapping[str, str]
@@ -71,35 +71,53 @@ _IDEFICS3, _GEMMA3, _LFM2 = "model.vision_model", "vision_tower.vision_model", "
 _QWEN2_5, _QWEN3, _LFM2_PROJECTOR = "visual", "model.visual", "model.multi_modal_projector"
 PROJECTORS: Final[Mapping[str, Projector]] = {
     "idefics3": Projector(
-        *("llama", "smolvlm", "llama", "<image>"),
-        *(f"{_IDEFICS3}.encoder.layers", _SIGLIP_LAYER),
-        {**_siglip(_IDEFICS3), "mm.model.fc": "model.connector.modality_projection.proj"},
+        architecture="llama",
+        model_type="smolvlm",
+        text_type="llama",
+        placeholder="<image>",
+        layers=f"{_IDEFICS3}.encoder.layers",
+        layer=_SIGLIP_LAYER,
+        outer={**_siglip(_IDEFICS3), "mm.model.fc": "model.connector.modality_projection.proj"},
     ),
     "gemma3": Projector(
-        *("gemma3", "gemma3", "gemma3_text", "<image_soft_token>"),
-        *(f"{_GEMMA3}.encoder.layers", _SIGLIP_LAYER),
-        {
+        architecture="gemma3",
+        model_type="gemma3",
+        text_type="gemma3_text",
+        placeholder="<image_soft_token>",
+        layers=f"{_GEMMA3}.encoder.layers",
+        layer=_SIGLIP_LAYER,
+        outer={
             **_siglip(_GEMMA3),
             "mm.input_projection": "multi_modal_projector.mm_input_projection",
             "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
         },
     ),
     "qwen2.5vl_merger": Projector(
-        *("qwen2vl", "qwen2_5_vl", "qwen2_5_vl_text", "<|image_pad|>"),
-        f"{_QWEN2_5}.blocks",
-        {**_QWEN_LAYER, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        _qwen(_QWEN2_5, ("ln_q", "mlp.0", "mlp.2")),
+        architecture="qwen2vl",
+        model_type="qwen2_5_vl",
+        text_type="qwen2_5_vl_text",
+        placeholder="<|image_pad|>",
+        layers=f"{_QWEN2_5}.blocks",
+        layer={**_QWEN_LAYER, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        outer=_qwen(_QWEN2_5, ("ln_q", "mlp.0", "mlp.2")),
     ),
     "qwen3vl_merger": Projector(
-        *("qwen3vl", "qwen3_vl", "qwen3_vl_text", "<|image_pad|>"),
-        f"{_QWEN3}.blocks",
-        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
-        _qwen(_QWEN3, ("norm", "linear_fc1", "linear_fc2")),
+        architecture="qwen3vl",
+        model_type="qwen3_vl",
+        text_type="qwen3_vl_text",
+        placeholder="<|image_pad|>",
+        layers=f"{_QWEN3}.blocks",
+        layer={**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        outer=_qwen(_QWEN3, ("norm", "linear_fc1", "linear_fc2")),
     ),
     "lfm2": Projector(
-        *("lfm2", "lfm2_vl", "lfm2", "<image>"),
-        *(f"{_LFM2}.encoder.layers", _SIGLIP_LAYER),
-        {
+        architecture="lfm2",
+        model_type="lfm2_vl",
+        text_type="lfm2",
+        placeholder="<image>",
+        layers=f"{_LFM2}.encoder.layers",
+        layer=_SIGLIP_LAYER,
+        outer={
             **_siglip(_LFM2),
             "mm.input_norm": f"{_LFM2_PROJECTOR}.layer_norm",
             "mm.1": f"{_LFM2_PROJECTOR}.linear_1",
@@ -157,7 +175,7 @@ class Mmproj:
         """
         header = self.header
         if image_token is None:
-            what = f"the language model has no token {self.projector.image_token}"
+            what = f"the language model has no token {self.projector.placeholder}"
             raise header.wrong(what, "the files belong to different models")
         is_qwen, vision = self.projector.text_type.endswith("_vl_text"), self._vision_settings()
         if not is_qwen:
