@@ -181,25 +181,27 @@ class PrefillChoice:
             return
         plan = int8_graph_plan(self._bundle)
         if isinstance(plan, str):
-            prompt.adopt(PromptChoice(plan), store=True)
+            prompt.keep(PromptChoice(plan))
             return
         graphs.page_limit.drop()  # making it reads the weights once more
         if not prompt.fits(plan) or not self._write(prompt, progress):
             return
-        graphs.release(prompt.name)
-        arena, started = graphs.arena(self._context), time.perf_counter()
+        earlier = prompt.choice if prompt.choice is not None and prompt.choice.is_doubtful else None
+        if earlier is None:
+            graphs.release(prompt.name)
+        is_loaded, arena, started = prompt.name in graphs.loaded, graphs.arena(self._context), time.perf_counter()
         if graphs.bind_further(prompt, arena) is None:
             return
         load_s = time.perf_counter() - started
         plain, int8 = graphs.bind(arena), graphs.bind(arena)
         plain.prefers_base, int8.preferred = True, prompt.name
-        prompts = quality_prompts(self._tokenizer)
-        quality = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction))
-        choice, busy = measure_prompt_speed(
-            plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction)
-        )
-        choice = replace(choice, mean_kl=quality.mean_kl, kl_limit=KL_LIMIT, load_s=load_s)
-        prompt.adopt(choice, store=not busy)
+        if earlier is None:
+            prompts = quality_prompts(self._tokenizer)
+            kl = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction)).mean_kl
+        else:  # only its times are doubtful
+            kl, load_s = earlier.mean_kl, earlier.load_s if is_loaded else load_s
+        choice = measure_prompt_speed(plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction))
+        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT, load_s=load_s).joined(earlier))
         if prompt.refusal is not None:
             graphs.release(prompt.name)
         graphs.page_limit.drop()

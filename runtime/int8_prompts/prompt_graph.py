@@ -22,7 +22,7 @@ from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, UNMEA
 from ..prefill import INT8_GRAPH, PrefillMode
 
 _WORTH_MAKING: Final = 512
-"""Prompt tokens that it would have read, from which on it is made in the background."""
+"""Prompt tokens from which on it is made, or measured again, in the background."""
 
 
 class PromptGraph(FurtherGraph):
@@ -39,7 +39,7 @@ class PromptGraph(FurtherGraph):
         refusal: why the model's own graph reads prompts; None if this one does.
         choice: what was measured of it; None before that.
         preload: called, and returns at once, when a prompt was too short to load the graph for it.
-        make: called, and returns at once, when many tokens were not read because the graph was not made.
+        make: called, and returns at once, when many tokens were read before the graph was made and measured well.
     """
 
     name = INT8_GRAPH
@@ -51,8 +51,8 @@ class PromptGraph(FurtherGraph):
         self.choice: PromptChoice | None = None
         self.preload: Callable[[], None] = lambda: None
         self.make: Callable[[], None] = lambda: None
-        self._missed_tokens = 0
-        """Number of prompt tokens that it would have read if it had been made."""
+        self._measurable_tokens = 0
+        """Number of prompt tokens that might have been read faster if it had been measured, or with less doubt."""
         self._is_loaded = False
         self._pays_to_load = True
         """Whether the prompt that is being read is long enough to load the graph for it."""
@@ -65,7 +65,7 @@ class PromptGraph(FurtherGraph):
         self._key: Final = model_key(bundle, config)
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
-            self.adopt(stored, store=False)
+            self._adopt(stored)
 
     @property
     def was_declined(self) -> bool:
@@ -80,13 +80,15 @@ class PromptGraph(FurtherGraph):
         self.refusal = f"too little memory: {format_bytes(free)} are free, and its file has {format_bytes(needed)}"
         return False
 
-    def adopt(self, choice: PromptChoice, *, store: bool) -> None:
-        """Follow a measurement from now on, and keep it on disk if `store`."""
+    def keep(self, choice: PromptChoice) -> None:
+        """Follow a measurement from now on, and keep it on disk."""
+        self._adopt(choice)
+        PROMPT_CHOICES.save(self._key, choice)
+
+    def _adopt(self, choice: PromptChoice) -> None:
         self.choice = choice if choice.obstacle is None else None
         by_name = self.mode is PrefillMode.INT8 and choice.obstacle is None
         self.refusal = None if by_name else choice.refusal
-        if store:
-            PROMPT_CHOICES.save(self._key, choice)
 
     def takes(self, new: NewTokens, base: int) -> bool:
         """Whether it runs a pass: one that reads so much of a prompt that it is faster, and that wants its end only."""
@@ -96,11 +98,12 @@ class PromptGraph(FurtherGraph):
             return False
         if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() != [width - 1]:
             return False
+        if self.refusal == NOT_MADE or (self.choice is not None and self.choice.is_doubtful):
+            self._measurable_tokens += width
+            if self._measurable_tokens >= _WORTH_MAKING:
+                self.make()
         choice = None if self.mode is PrefillMode.INT8 else self.choice
         if self.refusal is not None or width < (LEAST_WIDTH if choice is None else choice.least_width):
-            self._missed_tokens += width
-            if self._missed_tokens >= _WORTH_MAKING and self.refusal == NOT_MADE:
-                self.make()
             return False
         if not (self._is_loaded or self._pays_to_load):
             self._unloaded_tokens += width

@@ -45,13 +45,12 @@ class MeasurementKey:
 
 def model_key(bundle: Bundle, config: SessionConfig, *more: object) -> MeasurementKey:
     """Return the key of a model on a device, with its threads, the version of ONNX Runtime, this machine and `more`."""
-    # The default depends on how much of the machine this process may use.
-    threads = config.threads or f"{default_threads()} by default"
+    threads = config.threads or default_threads()
     power = (config.power.value,) if config.power.saves else ()
     kv = () if config.kv is KVFormat.FLOAT else (f"kv {config.kv.value}",)
     return MeasurementKey(
         (model_id(bundle), *device_identity(config.device), threads, RUNTIME_VERSION, machine(), *power, *kv, *more),
-        {"model": bundle.folder.name, "device": str(config.device), "threads": config.threads or default_threads()},
+        {"model": bundle.folder.name, "device": str(config.device), "threads": threads},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -38,6 +38,8 @@ _WORTH: Final = 1.05
 _LEAST_TURNS, _MAX_TURNS = 1, 7
 """Turns after the first passes; those beyond the least number are taken while the time lasts."""
 _SECONDS_BUDGET: Final = 3.0
+_MAX_DISTURBED: Final = 3
+"""Measurements at most if other programs disturb every one: a busy machine may always be busy."""
 _SHORT, _LONG = 128, 1024
 """Numbers of cached tokens to measure after: attention takes longer after more."""
 
@@ -60,10 +62,29 @@ class PromptChoice:
     """Largest mean KL divergence that is acceptable."""
     load_s: float = 0.0
     """Seconds that loading the int8 prompt graph takes, with its files in the system's page cache."""
+    disturbed: int = 0
+    """Number of measurements, the latest and those just before it, during which other programs used the processor."""
 
     def __post_init__(self) -> None:
         if self.obstacle is None and not self.int8_s:
             raise ValueError("holds neither times nor a reason")
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a later process should measure again, because other programs disturbed the measurement."""
+        return 0 < self.disturbed < _MAX_DISTURBED
+
+    def joined(self, earlier: PromptChoice | None) -> PromptChoice:
+        """This measurement with the times of an earlier one, if both were disturbed: that makes passes slower, never
+        faster."""
+        if earlier is None or not (self.disturbed and earlier.disturbed):
+            return self
+        own, other = (
+            {width: min(seconds, before.get(width, seconds)) for width, seconds in now.items()}
+            for now, before in ((self.plain_s, earlier.plain_s), (self.int8_s, earlier.int8_s))
+        )
+        load_s, disturbed = min(self.load_s, earlier.load_s), self.disturbed + earlier.disturbed
+        return replace(self, plain_s=own, int8_s=other, load_s=load_s, disturbed=disturbed)
 
     @property
     def tokens_to_load(self) -> int:
@@ -119,7 +140,7 @@ def measure_prompt_speed(
     int8: BoundGraph,
     threads: int = 0,
     progress: Callable[[float], None] = lambda _: None,
-) -> tuple[PromptChoice, bool]:
+) -> PromptChoice:
     """Time passes of both graphs in turns; the quality is left out.
 
     Args:
@@ -129,7 +150,7 @@ def measure_prompt_speed(
         progress: receives the fraction done, 0 to 1, before every pass; it may wait.
 
     Returns:
-        The times, and whether other programs used the processor meanwhile.
+        The times.
 
     Raises:
         EdgeError: ONNX Runtime failed.
@@ -144,7 +165,7 @@ def measure_prompt_speed(
                 progress(0.0)
                 first[bound, width] = _pass_s(bound, width, short)
     if not first:
-        return PromptChoice(f"a context of {limit} tokens is too short"), False
+        return PromptChoice(f"a context of {limit} tokens is too short")
     turns, busy = take_turns(
         [partial(_pass_s, bound, width, short) for bound, width in first],
         threads,
@@ -163,7 +184,7 @@ def measure_prompt_speed(
         long_s = min(_pass_s(int8, width, _LONG) for _ in range(2))
         attention_s = max(long_s - other[width], 0.0) / (width * (_LONG - short))
     shortened = {each: seconds - attention_s * each * short for each, seconds in other.items()}
-    return PromptChoice(None, own, shortened, attention_s), busy
+    return PromptChoice(None, own, shortened, attention_s, disturbed=int(busy))
 
 
 def _pass_s(bound: BoundGraph, width: int, context: int) -> float:

@@ -21,6 +21,7 @@ from edgerun import Engine, FinishReason, GenerateOptions, InputError, Reply, Sp
 from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.json_file import record_from_json
 from edgerun.models.manifest import GraphLayout
+from edgerun.runtime.devices import processor
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.probe import probe
@@ -325,8 +326,6 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
     monkeypatch.setattr(PromptChoice, "tokens_to_load", 0)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
-    # What is measured beside other programs is not stored.
-    monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
     monkeypatch.setattr(idle_thread, "_RETRY_S", 0.0)
     failed: list[str] = []
 
@@ -351,6 +350,36 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
         assert "int8" in answer(engine).stats.prompt_readers
     with loaded(bundle) as engine:
         assert "int8" in answer(engine).stats.prompt_readers, "the measurement was stored"
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_what_tune_measured_beside_other_programs_is_used_until_later_processes_have_measured(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None
+) -> None:
+    """Also where the number of threads is given that is the default; each process measures once, three in all."""
+    monkeypatch.setattr(processor, "physical_cores", lambda: (processor.Core(frozenset({0})),) * 2)
+    monkeypatch.setattr(processor, "allowed_cpus", lambda: None)
+    monkeypatch.setattr(processor, "cpu_quota", lambda: None)
+    monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: True))
+    monkeypatch.setattr(prompt_graph, "_WORTH_MAKING", 150)
+    monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
+    monkeypatch.setattr(PromptChoice, "tokens_to_load", 0)
+    monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    settings = {"draft": None, "prefix_cache": 0}
+    with edgerun.load(bundle, **settings) as engine:
+        first = engine.model.prefill_choice.tune()
+        assert first.disturbed == 1
+    for disturbed in (2, 3, 3):
+        with edgerun.load(bundle, threads=threads, **settings) as engine:
+            assert "int8" in answer(engine).stats.prompt_readers
+            graph = engine.model.prefill_choice._prompt
+            wait_until(lambda graph=graph, disturbed=disturbed: graph.choice.disturbed == disturbed)
+            assert graph.choice.int8_s[64] <= first.int8_s[64]
+            assert graph.choice.mean_kl == first.mean_kl
+            assert (engine.model.prefill_choice._background._thread is None) or disturbed < 3
+    monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
+    with edgerun.load(bundle, **settings) as engine:
+        assert engine.model.prefill_choice.tune().disturbed == 0
 
 
 def test_closing_an_engine_ends_work_in_the_background(

@@ -118,7 +118,7 @@ def test_each_machine_runtime_mode_and_model_has_its_own_file(
     bundle, config = open_bundle(tiny_bundle), dataclasses.replace(CONFIG, threads=0)
     file = PASS_COSTS.file(model_key(bundle, config))
     if change in ("power", "threads"):
-        config = dataclasses.replace(config, **{change: Power.SAVER if change == "power" else 2})
+        config = dataclasses.replace(config, **{change: Power.SAVER if change == "power" else 62})
     elif change == "model":
         bundle = dataclasses.replace(bundle, manifest=None)
     else:
