@@ -369,14 +369,14 @@ def test_what_tune_measured_beside_other_programs_is_used_until_later_processes_
     with edgerun.load(bundle, **settings) as engine:
         first = engine.model.prefill_choice.tune()
         assert first.disturbed == 1
-    for disturbed in (2, 3, 3):
+    for disturbed, measures in ((2, True), (3, True), (3, False)):
         with edgerun.load(bundle, threads=threads, **settings) as engine:
             assert "int8" in answer(engine).stats.prompt_readers
             graph = engine.model.prefill_choice._prompt
             wait_until(lambda graph=graph, disturbed=disturbed: graph.choice.disturbed == disturbed)
             assert graph.choice.int8_s[64] <= first.int8_s[64]
             assert graph.choice.mean_kl == first.mean_kl
-            assert (engine.model.prefill_choice._background._thread is None) or disturbed < 3
+            assert measures or engine.model.prefill_choice._background._thread is None
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
     with edgerun.load(bundle, **settings) as engine:
         assert engine.model.prefill_choice.tune().disturbed == 0
