@@ -78,7 +78,7 @@ def prefill(
     """
     arena = bound.arena
     arena.expect(len(token_ids) - arena.length)
-    logits: Logits = np.empty(0, np.float32)
+    logits: Logits = np.empty((1, 0), np.float32)
     passes = 0
     tokens_by_graph: dict[str, int] = {}
     first = arena.length
@@ -90,7 +90,9 @@ def prefill(
         if bound.images is not None:
             chosen = bound.images.pass_width(arena.length, chosen)
         chunk = token_ids[arena.length : arena.length + chosen]
-        logits = bound.forward(chunk, logits_for=(len(chunk) - 1,))[0]
+        # Only the last pass reads the weights of the LM head, where the graph can leave logits out.
+        is_last = arena.length + len(chunk) == len(token_ids)
+        logits = bound.forward(chunk, logits_for=(len(chunk) - 1,) if is_last else ())
         arena.commit(len(chunk))
         graph = bound.last_graph
         tokens_by_graph[graph] = tokens_by_graph.get(graph, 0) + len(chunk)
@@ -98,4 +100,4 @@ def prefill(
         passes += 1
     if passes:
         progress(READING_PROMPT, 1.0)
-    return PrefillResult(logits, passes, tokens_by_graph)
+    return PrefillResult(logits[0], passes, tokens_by_graph)

@@ -90,7 +90,7 @@ def attend_from_last(editor: GraphEditor, rows: str) -> None:
 
     Args:
         editor: a graph without positions (`serve_plain_passes`), of which nothing but the last token is wanted.
-        rows: name of the input that holds its index.
+        rows: name of the input that holds its index, or none.
     """
     uses = Counter(name for each in editor.graph.node for name in each.input)
     gathers = [each for each in editor.graph.node if each.op_type == "Gather" and each.input[1] == rows]
@@ -112,10 +112,13 @@ def attend_from_last(editor: GraphEditor, rows: str) -> None:
         written = [key, key, value, *others[: _SINES + 1 - _PAST_KEY]]
         kept = [f"{each.output[0]}.unread", *each.output[1:3]]
         nodes.append(node(OPERATOR, written, kept, domain=MICROSOFT, **attributes | {"num_heads": kv_heads}))
-        nodes.append(node("Gather", [query, rows], [last], axis=1))
+        nodes.append(node("Gather", [query, editor.integers("last.token", -1)], [last], axis=1))
         nothing = editor.constant(f"no.slots.{kv_heads * size}", np.zeros((1, 0, kv_heads * size), np.float32))
         read = [last, nothing, nothing, *kept[1:], *others[2:]]
-        return [*nodes, node(OPERATOR, read, selection.output, domain=MICROSOFT, **attributes)]
+        attended = [f"{last}.attended"]  # the operator needs a token, also where none is wanted
+        nodes.append(node(OPERATOR, read, attended, domain=MICROSOFT, **attributes))
+        nodes.append(node("Sub", [rows, rows], [f"{last}.places"]))
+        return [*nodes, node("Gather", [*attended, f"{last}.places"], selection.output, axis=1)]
 
     editor.rewrite(replaced)
 

@@ -111,6 +111,7 @@ class BoundGraph(Protocol):
             round differently.
         preferred: name of the further graph that runs every pass where `prefers_base` is not set; None to let each say
             which passes it takes.
+        skips_logits: whether passes can return no logits, and then do not read the weights of the LM head.
         shares_passes: whether a pass may run together with those of other texts that are handed in at the same time. It
             rounds as a wider pass does, which exact answers and measurements must not.
         steering: what steers the passes; see `steered`.
@@ -124,6 +125,7 @@ class BoundGraph(Protocol):
     whole_logits: bool = True
     prefers_base: bool = False
     preferred: str | None = None
+    skips_logits: bool = False
     shares_passes: bool = False
     steering: Steering | None = None
     images: ImagesOfText | None = None
@@ -160,7 +162,8 @@ class BoundGraph(Protocol):
 
         Args:
             tokens: token ids, int `[n]`.
-            logits_for: indices of the new tokens whose logits to return, int `[r]`; all when None.
+            logits_for: indices of the new tokens whose logits to return, int `[r]`; all when None. For none of them, a
+                graph that cannot leave logits out returns those of the last token.
             positions: rotary positions, int `[n]`; consecutive when None. Without committed slots they must be
                 consecutive.
             tree_mask: bool `[n, h + n]`, usually `[n, n]`: whether new token i attends to token j of the last `h`
@@ -184,6 +187,8 @@ class BoundGraph(Protocol):
             raise ValueError("this graph cannot verify trees")
         every = _FIRST_INDICES[: len(ids)] if len(ids) <= len(_FIRST_INDICES) else np.arange(len(ids))
         wanted = every if logits_for is None else np.asarray(logits_for, np.int64)
+        if not wanted.size and not self.skips_logits:
+            wanted = every[-1:]
         new = NewTokens(ids, wanted, positions, tree_mask)
         if self.images is None:
             return self.run(new)

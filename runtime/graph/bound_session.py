@@ -76,6 +76,8 @@ class BoundSession(BoundGraph):
         if arena.features is not None and graph_io.draft_features is None:
             graph_io = replace(graph_io, draft_features=graph_io.hidden_states)
         self._features: Final = None if graph_io.feature_size is None else FeaturesOutput(self._io, graph_io)
+        is_selected = graph_io.logits_mode is LogitsMode.SELECTED and first_session is None
+        self.skips_logits = is_selected and self._hidden is None and self._features is None
         self.host_bytes = 0
         """Bytes of logits and hidden states that were copied from a device; 0 in this process's memory."""
 

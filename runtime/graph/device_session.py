@@ -103,6 +103,7 @@ class DeviceSession(BoundSession):
         self._lock: Final = lock
         with lock:
             super().__init__(session, graph_io, arena, first_session, hidden_states=hidden_states)
+        self.skips_logits = False  # kernels of devices need not expect tensors without rows
 
     def __del__(self) -> None:
         """Free the device's memory while nothing runs on it."""

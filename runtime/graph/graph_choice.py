@@ -214,6 +214,7 @@ class ChosenSession(BoundGraph):
     def __init__(self, graphs: ChosenGraphs, base: BoundSession, *, prefers_base: bool = False) -> None:
         self.graph_io = graphs.graph_io
         self.arena = base.arena
+        self.skips_logits = base.skips_logits
         self._graphs: Final = graphs
         self._base: Final = base
         self._base_has_bias: Final = InputRole.BIAS not in graphs.graph_io.inputs.keys() - base.graph_io.inputs.keys()

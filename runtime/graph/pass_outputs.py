@@ -27,14 +27,14 @@ class LogitsOutput:
         inputs: the inputs of the same binding; the number of trailing logits is one for some graphs.
 
     Attributes:
-        count: number of rows that the last pass gave.
+        count: number of rows that the last pass gave, -1 before the first one.
     """
 
     def __init__(self, io: ort.IOBinding, graph_io: GraphIO, inputs: PassInputs) -> None:
         self._io: Final = io
         self._graph_io: Final = graph_io
         self._inputs: Final = inputs
-        self.count = 0
+        self.count = -1
         self._positions = np.zeros(0, np.int64)
         self._logits = np.zeros((0, graph_io.vocab_size), value_dtype(graph_io.logits))
         # Wrapping an array takes longer than binding it.

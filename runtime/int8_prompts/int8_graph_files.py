@@ -46,7 +46,7 @@ _log: Final = logging.getLogger(__name__)
 
 _CHOOSING: Final = 0.1
 """Share of the progress until it is known which products the int8 graph has."""
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 """Version of the int8 graphs that are made here; other versions are not used."""
 _WEIGHTS: Final = "int8.data"
 _BYTES_PER_WEIGHT: Final = 2

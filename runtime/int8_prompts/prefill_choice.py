@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -189,19 +188,18 @@ class PrefillChoice:
         earlier = prompt.choice if prompt.choice is not None and prompt.choice.is_doubtful else None
         if earlier is None:
             graphs.release(prompt.name)
-        is_loaded, arena, started = prompt.name in graphs.loaded, graphs.arena(self._context), time.perf_counter()
+        arena = graphs.arena(self._context)
         if graphs.bind_further(prompt, arena) is None:
             return
-        load_s = time.perf_counter() - started
         plain, int8 = graphs.bind(arena), graphs.bind(arena)
         plain.prefers_base, int8.preferred = True, prompt.name
         if earlier is None:
             prompts = quality_prompts(self._tokenizer)
             kl = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction)).mean_kl
-        else:  # only its times are doubtful
-            kl, load_s = earlier.mean_kl, earlier.load_s if is_loaded else load_s
+        else:
+            kl = earlier.mean_kl  # only its times are doubtful
         choice = measure_prompt_speed(plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction))
-        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT, load_s=load_s).joined(earlier))
+        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT, load_s=prompt.load_s).joined(earlier))
         if prompt.refusal is not None:
             graphs.release(prompt.name)
         graphs.page_limit.drop()

@@ -6,6 +6,7 @@ It reads prompts where it was asked for by name, or where it was measured to be 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -38,6 +39,7 @@ class PromptGraph(FurtherGraph):
         mode: whether it was asked for by name.
         refusal: why the model's own graph reads prompts; None if this one does.
         choice: what was measured of it; None before that.
+        load_s: seconds that loading it took.
         preload: called, and returns at once, when a prompt was too short to load the graph for it.
         make: called, and returns at once, when many tokens were read before the graph was made and measured well.
     """
@@ -49,6 +51,7 @@ class PromptGraph(FurtherGraph):
         self.mode: Final = mode
         self.refusal: str | None = NOT_MADE
         self.choice: PromptChoice | None = None
+        self.load_s = 0.0
         self.preload: Callable[[], None] = lambda: None
         self.make: Callable[[], None] = lambda: None
         self._measurable_tokens = 0
@@ -96,7 +99,7 @@ class PromptGraph(FurtherGraph):
         width = len(new.ids)
         if width < LEAST_WIDTH:
             return False
-        if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() != [width - 1]:
+        if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() not in ([], [width - 1]):
             return False
         if self.refusal == NOT_MADE or (self.choice is not None and self.choice.is_doubtful):
             self._measurable_tokens += width
@@ -133,6 +136,7 @@ class PromptGraph(FurtherGraph):
             return None
         if not self.fits(int8_graph_bytes(path)):
             return None
+        started = time.perf_counter()
         session = GraphSession(path, self._config, self._metadata)
-        self._is_loaded = True
+        self.load_s, self._is_loaded = time.perf_counter() - started, True
         return session

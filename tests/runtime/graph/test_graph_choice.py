@@ -35,7 +35,7 @@ class WidePasses(FurtherGraph):
         self.loaded = 0
 
     def takes(self, new: NewTokens, base: int) -> bool:
-        return len(new.ids) >= 8 and new.wanted.tolist() == [len(new.ids) - 1] and is_consecutive(new, base)
+        return len(new.ids) >= 8 and new.wanted.tolist() in ([], [len(new.ids) - 1]) and is_consecutive(new, base)
 
     def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
         del base, remaining

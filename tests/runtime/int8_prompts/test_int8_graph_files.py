@@ -151,6 +151,24 @@ def test_the_last_layer_attends_from_the_last_token_alone(int4: Path, monkeypatc
         np.testing.assert_array_equal(slots[name], values)
 
 
+@pytest.mark.parametrize("family", [*HYBRID_FAMILIES, "llama", "gemma3_text", "qwen3_moe", "gpt_oss"])
+def test_passes_before_the_last_one_of_a_prompt_give_no_logits(
+    tiny_bundle_of: Callable[[str, str], Path], family: str
+) -> None:
+    """Neither slots nor states nor the logits after the prompt depend on that, in either graph."""
+    bundle = tiny_bundle_of(family, "int4")
+    for graph in (bundle / "model.onnx", int8_path_of(bundle)):
+        without, with_logits = bound_to(graph, bundle), bound_to(graph, bundle)
+        assert without.skips_logits
+        assert without.forward(range(5, 69), logits_for=()).shape == (0, without.graph_io.vocab_size)
+        with_logits.skips_logits = False
+        assert with_logits.forward(range(5, 69), logits_for=()).shape == (1, without.graph_io.vocab_size)
+        (found, slots), (expected, expected_slots) = read(without), read(with_logits)
+        np.testing.assert_array_equal(found, expected)
+        for name, values in expected_slots.items():
+            np.testing.assert_array_equal(slots[name], values)
+
+
 def test_weights_are_shared_with_the_packed_copy_of_the_model(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_files, "_MIN_WEIGHT_BYTES", 0)
     packed = packed_files.prepacked_graph(open_bundle(int4))
