@@ -30,9 +30,8 @@ from .checkpoint.open import open_source
 from .completion import complete_bundle, integer_graphs_note
 from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_head import Head, add_draft_head, open_draft_head
-from .drafts.eagle_draft import read_head_kind
+from .drafts.feature_heads import has_mtp_module, read_head_kind
 from .drafts.make_draft import DraftRequest, require_draft
-from .drafts.mtp_draft import has_mtp_module
 from .gguf import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .npu.static_shapes import require_block_width

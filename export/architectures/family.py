@@ -166,7 +166,7 @@ class Family:
     state_layers: Callable[[Mapping[str, Any], int], StateLayers] | None = None
     """Reads which layers keep a state in place of keys and values; None for a family without them."""
     mtp: bool = False
-    """Whether checkpoints may have a multi-token-prediction module, see `drafts.mtp_draft`."""
+    """Whether checkpoints may have a multi-token-prediction module, see `drafts.feature_heads`."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for the output of each head."""
     experts: Experts | None = None

@@ -37,15 +37,14 @@ from ...runtime.measure.logit_quality import log_softmax
 from ...runtime.text.tokenizer import TextTokenizer
 from ..bundle_content import BundleContent
 from ..calibration.divergence import Divergence
-from ..checkpoint.config import DecoderConfig, common_settings
-from ..checkpoint.json_fields import read_json
+from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession
 from .reference import TokenArray, reference_logits
-from .reference_positions import Float64Array
+from .reference_operations import Float64Array
 
 TOLERANCE: Final = 1e-3
 """Largest allowed logit difference, relative to the standard deviation of the logits if that exceeds 1."""
@@ -114,13 +113,12 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     config, context = content.config, content.context
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(NUM_TOKENS, context))
     progress(0.0)
-    settings = common_settings(read_json(content.source.folder / "config.json"), content.config.traits)
     quantized = any(weight_format.bits != 32 for weight_format in content.plan.values())
     # Products this small lose far more to the wake-up of BLAS threads than they gain from them.
     with threadpool_limits(1, user_api="blas"):
-        expected = reference_logits(quantized_weights(content.source, config, content.plan), settings, tokens, context)
+        expected = reference_logits(quantized_weights(content.source, config, content.plan), config, tokens, context)
         progress(0.4)
-        original = reference_logits(content.original, settings, tokens, context) if quantized else expected
+        original = reference_logits(content.original, config, tokens, context) if quantized else expected
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
     logits = _logits_with_cache(ContractSession(folder, len(tokens), graph), tokens)
@@ -229,9 +227,8 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
     tokens = np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)
     if len(tokens) < 2:
         return None
-    settings = common_settings(read_json(content.source.folder / "config.json"), content.config.traits)
     with threadpool_limits(1, user_api="blas"):
-        original = log_softmax(reference_logits(content.original, settings, tokens, content.context))
+        original = log_softmax(reference_logits(content.original, content.config, tokens, content.context))
     session = ContractSession(folder, len(tokens))
     shipped = log_softmax(session.forward(tokens, np.arange(len(tokens))).astype(np.float64))
     kl = np.sum(np.exp(original) * (original - shipped), axis=-1)

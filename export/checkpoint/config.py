@@ -23,9 +23,8 @@ from ..architectures.layer_attention import (
     rotated_layers,
 )
 from ..architectures.state_layers import StateLayers
-from ..graph.rope import LongRope, QueryScaling, Rope
 from .json_fields import count, number, optional_number, read_json
-from .rope_settings import Rotations, max_positions, read_query_scaling, read_rotations
+from .rope import QueryScaling, Rope, max_positions, read_query_scaling, read_rotations
 
 _MOST: Final = 10_000
 """Limit on layers, and on experts of a layer."""
@@ -212,7 +211,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
     rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
     attention = _read_attention(config, family, windows, shapes, rotations)
-    scaling, first, scale = rotations.rope.scaling, attention[0], family.attention_scale
+    rope, first, scale = rotations[0][0], attention[0], family.attention_scale
     experts = None if family.experts is None else _read_experts(config, family.experts, layers)
     return DecoderConfig(
         family=model_type,
@@ -232,7 +231,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         blocks=None if family.blocks is None else _read_blocks(config, family.blocks),
         state_layers=states,
         max_positions=max_positions(config),
-        default_positions=scaling.original_positions if isinstance(scaling, LongRope) else max_positions(config),
+        default_positions=rope.original_positions if rope.kind == "longrope" else max_positions(config),
         norm_epsilon=number(config, family.norm_epsilon, default=1e-6),
         activation=_activation(config, family, experts),
         tied_head=bool(config.get(first_present(config, family.tied_head), False)),
@@ -263,7 +262,7 @@ def _read_attention(
     family: Family,
     windows: Sequence[int | None],
     shapes: Sequence[HeadShape],
-    rotations: Rotations,
+    rotations: tuple[tuple[Rope, int], tuple[Rope, int]],
 ) -> tuple[LayerAttention, ...]:
     """Read the properties of attention in each layer, whose windows and heads are known."""
     keys_as_values = family.full_attention and bool(config.get(KEYS_AS_VALUES))
@@ -272,10 +271,10 @@ def _read_attention(
     rotated = rotated_layers(config, len(windows)) if family.unrotated else [has_rotary] * len(windows)
     return tuple(
         LayerAttention(
-            (rotations.rope if window is None else rotations.local_rope) if rotated[layer] else None,
+            rotations[window is not None][0] if rotated[layer] else None,
             window,
             shapes[layer],
-            rotations.channels if window is None else rotations.local_channels,
+            rotations[window is not None][1],
             None if owners[layer] == layer else owners[layer],
             keys_as_values and window is None,
         )

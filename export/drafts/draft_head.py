@@ -20,20 +20,20 @@ from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession
-from ..check.head_reference import reference_head, reference_medusa, reference_mtp
+from ..check.head_reference import reference_head, reference_medusa
 from ..check.parity import TOLERANCE, RoundedLinears, quantized_weights, with_float_activations
-from ..check.reference_operations import embedding_rows
+from ..check.reference_operations import looked_up
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
-from ..checkpoint.layout import final_norm
+from ..checkpoint.layout import embedding_layout, final_norm
 from ..graph import inputs_outputs
+from ..graph.head_parts import FeatureHead, build_feature_head
 from ..graph.initializers import Initializers, WeightFile
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
 from ..recipe import ExportRecipe
-from .eagle_draft import EagleHead, build_eagle_head, open_eagle_head
+from .feature_heads import open_eagle_head, open_mtp_module
 from .make_draft import DraftRequest
 from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
-from .mtp_draft import MtpModule, build_mtp_module, open_mtp_module
 from .trimmed_head import trim_vocabulary
 
 _STAGE: Final = "draft"
@@ -41,7 +41,7 @@ _CHECKED_TOKENS: Final = 12
 _CHECKED_FEATURES: Final = 8
 """Number of those tokens that have features of the target; the others continue from the head's own states."""
 
-Head: TypeAlias = EagleHead | MedusaHeads | MtpModule
+Head: TypeAlias = FeatureHead | MedusaHeads
 
 
 def add_draft_head(
@@ -80,7 +80,7 @@ def add_draft_head(
         graph = _build_graph(folder, target, head, plan, weights)
     (folder / DRAFT_GRAPH_NAME).write_bytes(graph.SerializeToString())
     names, ids = [DRAFT_WEIGHTS_NAME, DRAFT_GRAPH_NAME], ""
-    if isinstance(head, EagleHead) and head.target_ids is not None:
+    if isinstance(head, FeatureHead) and head.target_ids is not None:
         ids = TARGET_IDS_NAME
         np.save(folder / ids, head.target_ids)
         names.append(ids)
@@ -89,7 +89,7 @@ def add_draft_head(
         _check_medusa(folder, head, plan, graph)
         return ""
     # What is checked is what the bundle has in the end.
-    note = trim_vocabulary(folder, recipe.draft_tokens, text, progress) if isinstance(head, MtpModule) else ""
+    note = trim_vocabulary(folder, recipe.draft_tokens, text, progress) if head.kind is HeadKind.MTP else ""
     _check_head(folder, target, head, plan)
     return note
 
@@ -130,15 +130,15 @@ def _build_graph(
     if isinstance(head, MedusaHeads):
         return build_medusa_heads(head, plan, weights)
     graph = onnx.load(folder / GRAPH_NAME, load_external_data=False).graph
-    if isinstance(head, EagleHead):
-        return build_eagle_head(head, target.context, plan, weights, None if head.has_embedding else graph)
+    if head.kind is HeadKind.EAGLE:
+        return build_feature_head(head, target.context, plan, weights, graph)
     name, added = final_norm(target.config).weight, np.float32(target.config.traits.norms_add_one)
     used, original = (source.read(name) + added for source in (target.source, target.original))
     # Where calibration multiplied the columns of the LM head, it divided the norm before it.
     factors = None
     if not np.array_equal(used, original):
         factors = (used / np.where(original == 0, 1, original)).astype(np.float32)
-    return build_mtp_module(head, target.context, plan, weights, graph, original, factors)
+    return build_feature_head(head, target.context, plan, weights, graph, original, factors)
 
 
 def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx.ModelProto) -> None:
@@ -152,7 +152,7 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx
     found, ids = session.run((TOP_PROBABILITIES, TOP_IDS), {inputs_outputs.DRAFT_FEATURES: features})
     logits = reference_medusa(
         RoundedLinears(heads.checkpoint, heads.linears, plan),
-        [[each.modules[0] for each in head] for head in heads.heads],
+        heads.heads,
         features[0].astype(np.float64),
     )
     expected = np.exp(log_softmax(logits))
@@ -165,7 +165,7 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx
         )
 
 
-def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule, plan: QuantPlan) -> None:
+def _check_head(folder: Path, target: BundleContent, head: FeatureHead, plan: QuantPlan) -> None:
     """Compare a head's graph with the reference, with the target's features and continuing from its own states.
 
     Of a module with a trimmed LM head, the logits of the kept tokens are compared.
@@ -181,19 +181,17 @@ def _check_head(folder: Path, target: BundleContent, head: EagleHead | MtpModule
     used = quantized_weights(target.source, target.config, target.plan)
     exact = features.astype(np.float64)
     with threadpool_limits(1, user_api="blas"):
-        if isinstance(head, MtpModule):
-            expected = reference_mtp(rounded, used, target.original, head.settings, tokens, exact, target.context)
-        else:
-            embedded = embedding_rows(rounded if head.has_embedding else used, tokens)
-            expected = reference_head(rounded, head.settings, embedded, exact, target.context)
+        embedded = looked_up(used if head.embedding is None else rounded, embedding_layout(head.config), tokens)
+        of_target = (used, target.original) if head.kind is HeadKind.MTP else None
+        expected, expected_states = reference_head(head, rounded, embedded, exact, target.context, of_target)
     trimmed = folder / TARGET_IDS_NAME
-    if isinstance(head, MtpModule) and trimmed.is_file():
-        expected = expected._replace(logits=expected.logits[:, np.load(trimmed)])
+    if head.lm_head is None and trimmed.is_file():
+        expected = expected[:, np.load(trimmed)]
     graph = with_float_activations(onnx.load(folder / DRAFT_GRAPH_NAME, load_external_data=False))
     hidden = head.config.hidden_size
     for logits, states, place in head_passes(folder, graph, tokens, features, hidden):
         last = place.stop - 1
-        for found, wanted in ((logits[-1], expected.logits[last]), (states[-1], expected.states[last])):
+        for found, wanted in ((logits[-1], expected[last]), (states[-1], expected_states[last])):
             difference = float(np.abs(found - wanted).max())
             if not difference <= TOLERANCE * max(1.0, float(wanted.std())):
                 raise ExportError(

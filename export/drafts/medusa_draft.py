@@ -28,7 +28,7 @@ from ..graph.decoder import as_model
 from ..graph.initializers import Initializers
 from ..graph.inputs_outputs import DraftFeatures
 from ..graph.nodes import Nodes
-from .eagle_draft import require_target
+from .feature_heads import require_target
 
 _MAX_HEADS: Final = 16
 _MAX_BLOCKS: Final = 16

@@ -10,9 +10,9 @@ from onnx import TensorProto
 from ..architectures.family import HeadNorm
 from ..checkpoint.config import LayerAttention
 from ..checkpoint.layer_weights import Layer, Norm
+from ..checkpoint.rope import Rope
 from .inputs_outputs import past_cache, present_cache
 from .nodes import MICROSOFT, Nodes
-from .rope import Rope
 
 _ROTARY_MULTIPLE: Final = 16
 """GroupQueryAttention can only rotate if head size and rotated channels are multiples of this; otherwise a

@@ -1,60 +1,125 @@
-"""What graphs of draft heads have in common: parts of their target's graph, the decoder layer, inputs and outputs."""
+"""Draft heads over the states of a target, EAGLE-3 and multi-token prediction: their weights and their graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from ..checkpoint.layer_weights import Layer
+from ...models.draft_heads import HeadKind
+from ..checkpoint.config import DecoderConfig
+from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
 from ..checkpoint.layout import final_norm
+from ..checkpoint.safetensors_files import Checkpoint
+from ..checkpoint.source import Float32Array
 from . import inputs_outputs
 from .attention import Attention
 from .decoder import as_model
-from .embedding_head import HEAD_INPUT, embedded_value
+from .embedding_head import HEAD_INPUT, append_embedding, append_product, embedded_value
 from .feed_forward import append_feed_forward
+from .initializers import Initializers
+from .inputs_outputs import DraftFeatures
 from .nodes import Nodes
 
 
-class SharedPart(NamedTuple):
-    """A part of a target's graph."""
+@dataclass(frozen=True)
+class FeatureHead:
+    """One decoder layer that reads the embedding of a token and a state of the token before it.
 
-    value: str
-    """Name of what it computes."""
-    nodes: Sequence[NodeProto]
-    initializers: Sequence[TensorProto]
-    """They name the target's data file."""
+    An EAGLE-3 head projects three states of the target to the first of these states; its layer's attention reads both
+    side by side, and its output is the next state. A multi-token-prediction module takes the model's states after its
+    last norm, projects the pair to the layer's input, and has a last norm of its own, after which the next state is.
+    """
+
+    kind: HeadKind
+    checkpoint: Checkpoint
+    """The tensors of the layer and of its last norm are named like those of a decoder of one layer."""
+    config: DecoderConfig
+    """The layer, with the vocabulary of the embedding."""
+    features: DraftFeatures
+    """What the head reads of the target."""
+    feature_size: int
+    """Number of features of a token."""
+    projection: FusedLinear
+    layer: Layer
+    norms: tuple[Norm, Norm]
+    """Of the embedding and of the state."""
+    embedding: FusedLinear | None = None
+    """The head's own embedding; None for the target's. So is `lm_head`."""
+    lm_head: FusedLinear | None = None
+    target_ids: npt.NDArray[np.int64] | None = None
+    """The target's ids of the LM head's tokens, int64 [draft vocabulary]; None if they are the same."""
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        """All linears, in the order of the graph."""
+        found = (self.embedding, self.projection, *self.layer.linears, self.lm_head)
+        return tuple(linear for linear in found if linear is not None)
 
 
-def embedding_of(target: GraphProto) -> SharedPart:
-    """The embedding [1, M, hidden] of an exported graph, without the factor that some families apply to it."""
-    value = embedded_value(target)
-    if value is None:
+def build_feature_head(
+    head: FeatureHead,
+    context: int,
+    plan: QuantPlan,
+    weights: Initializers,
+    target: GraphProto,
+    target_norm: Float32Array | None = None,
+    head_factors: Float32Array | None = None,
+) -> ModelProto:
+    """Build the graph of a head, which has the inputs and outputs of a decoder, and states between its passes.
+
+    Args:
+        head: the head.
+        context: number of positions to support.
+        plan: the format of each of the head's linears.
+        weights: stores the head's tensors.
+        target: the graph of the target, whose embedding and LM head are shared where the head has none.
+        target_norm: for a multi-token-prediction module, the weights of the target's last norm, float32 [hidden].
+        head_factors: what the input of the LM head is multiplied by, float32 [hidden]; None for nothing.
+    """
+    nodes = Nodes(head.config, plan, weights)
+    attention, embedded = Attention(nodes, context), embedded_value(target)
+    before: list[NodeProto] = []
+    if head.embedding is not None:
+        embedded, _ = append_embedding(nodes)
+    elif embedded is not None:
+        before = needed_nodes(target.node, [embedded])
+    else:
         raise ValueError("the graph has no embedding under a known name")
-    return _part(target, value, needed_nodes(list(target.node), [value]))
+    if target_norm is None:
+        names = ("input_norm", "feature_norm", "hidden")
+        given = nodes.linear(head.projection, inputs_outputs.DRAFT_FEATURES)
+    else:
+        names = ("embedding_norm", "state_norm", "states.batch")
+        factors = nodes.constant("target_norm.weight", target_norm)
+        given = nodes.norm_by(inputs_outputs.DRAFT_FEATURES, factors, "target_norm")
+    states = nodes.add("Concat", [given, inputs_outputs.DRAFT_STATES], "states", axis=0)
+    hidden = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], names[2])
+    pair = [nodes.norm(*each) for each in zip((embedded, hidden), head.norms, names[:2], strict=True)]
+    mixed = nodes.add("Concat", pair, "both", axis=-1)
+    if target_norm is not None:
+        hidden = nodes.linear(head.projection, mixed)
+        assert head.layer.before_attention is not None  # noqa: S101 -- every family with such modules has the norm
+        mixed = nodes.norm(hidden, head.layer.before_attention, "layers.0.input_norm")
+    rows, residual = _append_layer(nodes, attention, head.layer, mixed, hidden)
+    nodes.add("Identity", [residual if target_norm is None else rows], inputs_outputs.NEXT_STATES)
+    after: list[NodeProto] = []
+    if head.lm_head is not None:
+        append_product(nodes, head.lm_head, rows, inputs_outputs.LOGITS)
+    else:
+        after = needed_nodes([node for node in target.node if HEAD_INPUT not in node.output], [inputs_outputs.LOGITS])
+        if head_factors is None:
+            nodes.add("Identity", [rows], HEAD_INPUT)
+        else:
+            nodes.add("Mul", [rows, nodes.constant("head_factors", head_factors)], HEAD_INPUT)
+    return _head_model(head, nodes, target, before, after)
 
 
-def lm_head_of(target: GraphProto) -> SharedPart:
-    """The LM head of an exported graph: its logits of `HEAD_INPUT` [R, hidden]."""
-    derived, found = {HEAD_INPUT}, []
-    for node in target.node:
-        if derived.intersection(node.input):
-            derived.update(node.output)
-            found.append(node)
-    found = needed_nodes(found, [inputs_outputs.LOGITS])
-    # Scales that are stored in float16 come from other nodes; "" stands for an input that a node does not have.
-    others = {name for node in found for name in node.input} - derived - {""}
-    return _part(target, inputs_outputs.LOGITS, [*needed_nodes(list(target.node), others), *found])
-
-
-def _part(target: GraphProto, value: str, nodes: Sequence[NodeProto]) -> SharedPart:
-    used = {name for node in nodes for name in node.input}
-    return SharedPart(value, nodes, [each for each in target.initializer if each.name in used])
-
-
-def append_head_layer(nodes: Nodes, attention: Attention, layer: Layer, mixed: str, hidden: str) -> tuple[str, str]:
-    """Append the only decoder layer of a head and its last norm, for the tokens with logits.
+def _append_layer(nodes: Nodes, attention: Attention, layer: Layer, mixed: str, hidden: str) -> tuple[str, str]:
+    """Append the decoder layer and its last norm, for the tokens with logits.
 
     Args:
         nodes: the graph so far.
@@ -80,39 +145,31 @@ def append_head_layer(nodes: Nodes, attention: Attention, layer: Layer, mixed: s
     return nodes.add("Squeeze", [normed, axes], "rows"), nodes.add("Squeeze", [residual, axes], "rows.residual")
 
 
-def head_model(
-    nodes: Nodes,
-    feature_size: int,
-    vocab_size: int,
-    embedding: SharedPart | None = None,
-    lm_head: SharedPart | None = None,
+def _head_model(
+    head: FeatureHead, nodes: Nodes, target: GraphProto, before: Sequence[NodeProto], after: Sequence[NodeProto]
 ) -> ModelProto:
-    """The model of a head.
-
-    Args:
-        nodes: the head's own nodes, which give `NEXT_STATES`, and `LOGITS` if there is no `lm_head`.
-        feature_size: number of features of a token.
-        vocab_size: number of logits of a token.
-        embedding: the target's embedding, if the head reads that.
-        lm_head: the target's LM head, if the head's nodes give its input.
-    """
-    config, weights = nodes.config, nodes.weights
-    shared = [part for part in (embedding, lm_head) if part is not None]
-    before = () if embedding is None else embedding.nodes
-    after = () if lm_head is None else lm_head.nodes
-    initializers = {each.name: each for part in shared for each in part.initializers}
+    """The model of the head's own nodes, and of those of the target's before and after them."""
+    config, weights = head.config, nodes.weights
+    shared = {
+        tensor.name: tensor
+        for part in (before, after)
+        for used in [{name for node in part for name in node.input}]
+        for tensor in target.initializer
+        if tensor.name in used
+    }
     declare, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
+    vocabulary = config.vocab_size if head.lm_head is None else head.lm_head.shape[0]
     graph = GraphProto(
         name="draft_head",
         node=[*weights.conversions, *before, *nodes.protos, *after],
-        initializer=[*weights.protos, *initializers.values()],
+        initializer=[*weights.protos, *shared.values()],
         input=[
             *inputs_outputs.graph_inputs(config),
-            declare(inputs_outputs.DRAFT_FEATURES, float32, ["F", feature_size]),
+            declare(inputs_outputs.DRAFT_FEATURES, float32, ["F", head.feature_size]),
             declare(inputs_outputs.DRAFT_STATES, float32, ["S", config.hidden_size]),
         ],
         output=[
-            declare(inputs_outputs.LOGITS, float32, ["R", vocab_size]),
+            declare(inputs_outputs.LOGITS, float32, ["R", vocabulary]),
             declare(inputs_outputs.NEXT_STATES, float32, ["R", config.hidden_size]),
             *inputs_outputs.graph_outputs(config, hidden_states=False)[1:],
         ],

@@ -23,11 +23,11 @@ from ..check.static_parity import check_static_graphs
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import Layer, Norm, QuantPlan
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
+from ..checkpoint.rope import Rope
 from ..graph import inputs_outputs
 from ..graph.decoder import add_to_residual, as_model
 from ..graph.feed_forward import append_dense
 from ..graph.initializers import WeightFile
-from ..graph.rope import Rope
 from .npu_weights import NpuWeights
 from .static_nodes import StaticNodes
 from .static_shapes import StaticShape

@@ -16,7 +16,6 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.graph.initializers import WeightFile
 from edgerun.export.quantization.methods import with_methods
@@ -53,7 +52,7 @@ def expected_logits(bundle: Path, recipe: ExportRecipe):
     source = bundle.parent / "checkpoint"
     config, checkpoint = read_config(source), Checkpoint(source)
     weights = quantized_weights(checkpoint, config, with_methods(recipe.quant_plan(config), recipe.methods))
-    return reference_logits(weights, read_json(source / "config.json"), TOKENS, 256)
+    return reference_logits(weights, config, TOKENS, 256)
 
 
 @pytest.mark.parametrize("choice", some_nightly(FORMATS, every=3), ids=lambda each: f"{each[0]} tied={each[1]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from edgerun import ContextError
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime import prefill as prefill_module
 from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
@@ -39,7 +39,7 @@ def run(bound: BoundSession, prompt: list[int], params: SamplingParams, limits: 
 def naive(bundle: Path, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
     """The same decoding with the float64 reference, recomputed from the beginning for every token."""
     source = bundle.parent / "checkpoint"
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     weights = Checkpoint(source)
     tokens = list(prompt)
     for _ in range(count):

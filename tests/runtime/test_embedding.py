@@ -18,6 +18,7 @@ from edgerun import BundleError, ContextError, Engine, InputError
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.skipped_layers import without
 from edgerun.models.manifest import GraphLayout
@@ -31,7 +32,7 @@ TEXTS = ["the other thing", "an", "in the other thing and the other " * 10]
 
 def hidden_states(source: Path, token_ids: list[int]) -> np.ndarray:
     """The naive decoder's states before its LM head, float64 `[n, d]`: the only ones that give its logits."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     weights = Checkpoint(source)
     logits = reference_logits(weights, config, np.asarray(token_ids), 256)
     head = weights.read("model.embed_tokens.weight").astype(np.float64)

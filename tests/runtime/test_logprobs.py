@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import edgerun
 from edgerun import Engine, GenerateOptions, OriginKind, Reply, Speculation, TokenLogprob, TokenOrigin
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
@@ -50,7 +50,7 @@ NAMES = list(adversaries([0], VOCABULARY, 0))
 def expected_logprobs(bundle: Path, token_ids: list[int]) -> np.ndarray:
     """Log-softmax, float64 `[n, V]`, of the naive decoder's logits at every token."""
     source = bundle.parent / "checkpoint"
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     logits = reference_logits(Checkpoint(source), config, np.asarray(token_ids), 256).astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import edgerun
 from edgerun import ContextError, EdgeError, Engine, InputError
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.ranking import question
@@ -52,7 +52,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def expected_logits(source: Path, token_ids: Sequence[int]) -> npt.NDArray[np.float64]:
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     return reference_logits(Checkpoint(source), config, np.asarray(token_ids), 1024)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from edgerun.export.check import reference
+from edgerun.export.checkpoint.config import parse_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.blocks.block_decode import BlockChoices, block_decode
 from edgerun.runtime.blocks.commit_rules import CommitRule
@@ -111,7 +112,7 @@ class NaiveBlocks:
     def logits(self, cells: Sequence[int]) -> npt.NDArray[np.float64]:
         """Logits float64 `[n, V]` of the tokens themselves, minus infinity for the mask."""
         with _blocks_seen(len(cells) if self.bidirectional else self.size):
-            found = reference.reference_logits(self._weights, self._config, np.asarray(cells), 256)
+            found = reference.reference_logits(self._weights, parse_config(self._config), np.asarray(cells), 256)
         logits = np.array(found, np.float64)
         if self._shifted:
             logits[1:] = logits[:-1].copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import numpy.typing as npt
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.check.head_reference import HeadOutputs, reference_head, reference_mtp
-from edgerun.export.check.reference import reference_states
-from edgerun.export.check.reference_operations import embedding_rows
+from edgerun.export.check.head_reference import reference_head
+from edgerun.export.check.reference import Reference
+from edgerun.export.check.reference_operations import looked_up
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import embedding_layout
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.drafts.eagle_draft import open_eagle_head
-from edgerun.export.drafts.mtp_draft import open_mtp_module
+from edgerun.export.drafts.feature_heads import open_eagle_head, open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from edgerun.models.draft_heads import HeadKind
@@ -117,26 +116,23 @@ class HeadReference:
 
     def __init__(self, folder: Path, kind: HeadKind) -> None:
         target, config = folder / "target", read_config(folder / "target")
-        self._target = Checkpoint(target)
-        self._config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        self._eagle = open_eagle_head(folder / "head", config) if kind is HeadKind.EAGLE else None
-        self._module = open_mtp_module(target, config) if kind is HeadKind.MTP else None
+        self._target, self._config = Checkpoint(target), config
+        is_eagle = kind is HeadKind.EAGLE
+        self._head = open_eagle_head(folder / "head", config) if is_eagle else open_mtp_module(target, config)
 
     def features(self, tokens: list[int]) -> npt.NDArray[np.float64]:
         """The residual stream entering the layers that the head reads, or after the last one, `[tokens, features]`."""
-        states = reference_states(self._target, self._config, np.array(tokens), CONTEXT)
-        layers = [-1] if self._eagle is None else self._eagle.features.layers
-        return np.concatenate([states[layer] for layer in layers], axis=-1)
+        states = Reference(self._target, self._config, CONTEXT).states(np.array(tokens))
+        return np.concatenate([states[layer] for layer in self._head.features.layers], axis=-1)
 
-    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> HeadOutputs:
-        """The head over a sequence from its token `first` on, and then a path of draft tokens."""
+    def run(self, tokens: list[int], path: tuple[int, ...], first: int = 0) -> npt.NDArray[np.float64]:
+        """Logits of the head over a sequence from its token `first` on, and then a path of draft tokens."""
         features = self.features(tokens[:-1])[first:]
         following = np.array([*tokens[first + 1 :], *path])
-        if self._eagle is not None:
-            embeddings = embedding_rows(self._target, following)
-            return reference_head(self._eagle.checkpoint, self._eagle.settings, embeddings, features, CONTEXT)
-        own = self._module.checkpoint
-        return reference_mtp(own, self._target, self._target, self._config, following, features, CONTEXT)
+        head, target = self._head, self._target
+        embeddings = looked_up(target, embedding_layout(self._config), following)
+        sources = None if head.kind is HeadKind.EAGLE else (target, target)
+        return reference_head(head, head.checkpoint, embeddings, features, CONTEXT, sources)[0]
 
 
 @dataclass(frozen=True)
@@ -201,7 +197,7 @@ def assert_accepted_tokens_run_again(headed: TargetWithHead, *, trees: bool = Tr
         assert reply.text == plain.text
         assert counts.drafted > counts.accepted > 10
         assert reply.stats.decode_passes + counts.accepted == 59
-        expected = headed.reference.run(head._token_ids, (21,)).logits[-1]
+        expected = headed.reference.run(head._token_ids, (21,))[-1]
         if headed.kind is HeadKind.MTP and head.target_ids is not None:  # the reference has the target's LM head
             expected = expected[head.target_ids]
         found = HiddenStateHead.logits(head, (21,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 import edgerun
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.decode import DecodeLimits, Step
 from edgerun.runtime.sampling.sampler import SamplingParams
@@ -30,7 +30,7 @@ class SixTokens:
     def __init__(self, folder: Path, seed: int = 3) -> None:
         self.bundle = write_bundle(folder, "llama", vocab_size=V, seed=seed)
         self._checkpoint = Checkpoint(folder / "checkpoint")
-        self._config = json.loads((folder / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+        self._config = read_config(folder / "checkpoint")
         self.logprobs = cache(self._logprobs)
 
     def _logprobs(self, path: tuple[int, ...]) -> npt.NDArray[np.float64]:

@@ -12,8 +12,7 @@ import pytest
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.checkpoint.config import Activation, DecoderConfig, read_config
-from edgerun.export.checkpoint.json_fields import read_json
+from edgerun.export.checkpoint.config import Activation, DecoderConfig, parse_config, read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
@@ -69,8 +68,7 @@ def test_decoding_beyond_the_window_equals_the_reference(tmp_path, family: str, 
     assert outputs[0] == outputs[1]
     assert tree_tokens > 60
     text = np.array([*prompt, *outputs[0]])
-    settings = read_json(tmp_path / "checkpoint" / "config.json")
-    expected = reference_logits(Checkpoint(tmp_path / "checkpoint"), settings, text, 256)
+    expected = reference_logits(Checkpoint(tmp_path / "checkpoint"), read_config(tmp_path / "checkpoint"), text, 256)
     assert expected[len(prompt) - 1 : -1].argmax(-1).tolist() == outputs[0]
 
 
@@ -121,7 +119,7 @@ def test_settings_change_the_logits(tmp_path, family: str, before: dict[str, Any
     """An export, which compares the graph with the reference, would not notice a setting that both ignore."""
     weights = Checkpoint(write_checkpoint(tmp_path / "checkpoint", family, **{**before, **after}))
     settings = (tiny_config(family, **before), tiny_config(family, **{**before, **after}))
-    first, second = (reference_logits(weights, each, TOKENS, 256) for each in settings)
+    first, second = (reference_logits(weights, parse_config(each), TOKENS, 256) for each in settings)
     assert np.abs(first - second).max() > 1e-2
     exported(tmp_path / "checkpoint", tmp_path / "bundle")
 
@@ -137,14 +135,14 @@ def test_every_tensor_changes_the_logits(tmp_path, family: str) -> None:
     """The graph agrees with the reference, which would not notice a tensor that both ignore."""
     overrides = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     source = write_checkpoint(tmp_path, family, **overrides)
-    settings, weights = tiny_config(family, **overrides), tiny_weights(tiny_config(family, **overrides))
+    config, weights = read_config(source), tiny_weights(tiny_config(family, **overrides))
     tokens = TOKENS[:16]
-    before = reference_logits(Checkpoint(source), settings, tokens, 256)
+    before = reference_logits(Checkpoint(source), config, tokens, 256)
     for name, value in weights.items():
         changed = value.copy()
         changed.flat[::7] += 0.5
         write_weights(source, {**weights, name: changed})
-        after = reference_logits(Checkpoint(source), settings, tokens, 256)
+        after = reference_logits(Checkpoint(source), config, tokens, 256)
         assert np.abs(after - before).max() > 1e-4, name
 
 
@@ -206,9 +204,7 @@ def test_experts_use_one_operator_and_an_exact_router(tmp_path, weight_format) -
     assert weights["layers.0.router"] == FP32
     assert weights["layers.0.gate_up"] == weights["layers.0.down"] == weight_format
     assert "layers.1.router" not in weights
-    expected = reference_logits(
-        Checkpoint(tmp_path / "checkpoint"), read_json(tmp_path / "checkpoint" / "config.json"), TOKENS, 256
-    )
+    expected = reference_logits(Checkpoint(tmp_path / "checkpoint"), read_config(tmp_path / "checkpoint"), TOKENS, 256)
     assert np.corrcoef(logits_of(bundle).ravel(), expected.ravel())[0, 1] > (0.99 if weight_format == INT8 else 0.8)
 
 
@@ -380,7 +376,7 @@ def test_defaults_of_gemma_checkpoints(tmp_path) -> None:
     assert [layer.window for layer in config.attention[:7]] == [1024] * 5 + [None, 1024]
     local, whole = config.attention[0].rope, config.attention[5].rope
     assert (local.base, whole.base) == (10_000.0, 1_000_000.0)
-    assert local.scaling != whole.scaling
+    assert local.factor != whole.factor
 
 
 def test_a_null_soft_cap_means_none(tmp_path) -> None:

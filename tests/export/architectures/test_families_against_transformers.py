@@ -14,7 +14,6 @@ from edgerun.export import FP32, ExportRecipe
 from edgerun.export.check.contract_session import ContractSession
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
-from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from support.tiny_models import GRANITE_EXPERTS, LLAMA3, LONGROPE, YARN, YARN_FULL, exported, write_checkpoint
 
@@ -183,11 +182,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family: str, overrides: di
     with torch.no_grad():
         expected = model(torch.tensor(TOKENS)[None]).logits[0].numpy()
     context = ExportRecipe(FP32).context_for(read_config(source))
-    computed, again = (
-        reference_logits(Checkpoint(source), read_json(folder / "config.json"), TOKENS, context)
-        for folder in (source, tmp_path / "rewritten")
-    )
-    np.testing.assert_array_equal(again, computed)
+    computed = reference_logits(Checkpoint(source), read_config(source), TOKENS, context)
     # transformers keeps its rotary angles in float32 even in a float64 model.
     np.testing.assert_allclose(computed, expected, atol=2e-4)
     bundle = exported(source, tmp_path / "bundle")

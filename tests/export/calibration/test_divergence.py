@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -43,14 +42,13 @@ def expected(folder, plan, texts=TEXTS):
     """Figures of a plan by the reference decoder: mean and 99th percentile of KL, agreement, both perplexities."""
     source = Checkpoint(folder / "model")
     config = read_config(source.folder)
-    settings = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     whole = {linear.name: plan.get(linear.name, FP32) for linear in fused_linears(config)}
     if config.tied_head:
         whole["head"] = whole["embedding"]
     kl, same, ours, theirs = [], [], [], []
     for text in texts:
         logits = [
-            reference_logits(weights, settings, text, 256)
+            reference_logits(weights, config, text, 256)
             for weights in (source, quantized_weights(source, config, whole))
         ]
         p, q = (each - each.max(-1, keepdims=True) for each in logits)
@@ -251,7 +249,7 @@ def texts_of(*lengths: int):
 )
 def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> None:
     runner = runner_of(tmp_path, family, **overrides)
-    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config = read_config(tmp_path)
     texts = texts_of(40, 17, 33, 5, 1, 22)
     found = set()
     for batch in pack_texts(texts, slots=100):
@@ -260,7 +258,7 @@ def test_logits_are_those_of_the_reference(tmp_path, family: str, overrides) -> 
             hidden = run_layer(runner, index, hidden, batch, runner.matrix)
         for number in set(batch.texts[batch.texts >= 0].tolist()):
             logits = runner.logits(hidden[batch.texts == number], runner.matrix)
-            expected = reference_logits(runner.source, settings, texts[number], 256)
+            expected = reference_logits(runner.source, config, texts[number], 256)
             np.testing.assert_allclose(logits, expected, atol=2e-4)
             found.add(number)
     assert found == set(range(len(texts)))

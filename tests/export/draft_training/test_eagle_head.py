@@ -15,6 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 from edgerun.errors import InputError  # noqa: E402
 from edgerun.export.check.head_reference import reference_head  # noqa: E402
 from edgerun.export.check.reference import reference_logits  # noqa: E402
+from edgerun.export.checkpoint.config import read_config  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
@@ -30,12 +31,13 @@ from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E
     state_layers,
 )
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
+from edgerun.export.drafts.feature_heads import open_eagle_head  # noqa: E402
 from edgerun.models.bundle import open_bundle  # noqa: E402
 from edgerun.models.manifest import Architecture  # noqa: E402
 from support.tiny_heads import eagle_tensors  # noqa: E402
 from support.tiny_models import write_bundle  # noqa: E402
 
-TARGET = Architecture("llama", 30, 16, 24, 6, 4, 2, 4, 64, tied_head=True)
+TARGET = Architecture("llama", 30, 16, 24, 6, 2, 1, 8, 64, tied_head=True)
 LAYERS = (1, 3, 5)
 KEPT = (0, 3, 4, 9, 10, 11, 17, 20, 28, 29)
 
@@ -56,8 +58,7 @@ def head(seed: int = 0) -> EagleNetwork:
 def test_chains_from_all_indices_are_those_of_the_reference(tmp_path: Path) -> None:
     model = head()
     model.write(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    weights = Checkpoint(tmp_path, (("model.layers.0.", "midlayer."), ("model.", "")))
+    opened = open_eagle_head(tmp_path, TARGET)
     rng = np.random.default_rng(0)
     length, depths = 9, 3
     embedded, states = rng.normal(size=(length, 16)), rng.normal(size=(length, 48))
@@ -65,9 +66,11 @@ def test_chains_from_all_indices_are_those_of_the_reference(tmp_path: Path) -> N
         chains = model.chains(torch.tensor(embedded[None]).float(), torch.tensor(states[None]).float(), depths)
         found = [model.lm_head(each)[0].numpy() for each in chains]
     for count in range(1, length - depths):
-        expected = reference_head(weights, config, embedded[1 : count + depths], states[:count], TARGET.context)
+        expected, _ = reference_head(
+            opened, opened.checkpoint, embedded[1 : count + depths], states[:count], TARGET.context
+        )
         for depth in range(depths):
-            np.testing.assert_allclose(found[depth][count - 1], expected.logits[count - 1 + depth], atol=2e-4)
+            np.testing.assert_allclose(found[depth][count - 1], expected[count - 1 + depth], atol=2e-4)
 
 
 def test_the_checkpoint_has_the_published_format(tmp_path: Path) -> None:
@@ -101,14 +104,14 @@ def test_states_are_those_of_the_reference_decoder(tmp_path: Path) -> None:
     ids = np.array([5, 20, 33, 41, 7, 250], np.int64)
     embedded, states = TargetStates(open_bundle(bundle), 16).read(ids)
     checkpoint = Checkpoint(tmp_path / "checkpoint")
-    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    config = read_config(tmp_path / "checkpoint")
     matrix, weight = checkpoint.read("model.embed_tokens.weight"), checkpoint.read("model.norm.weight")
     np.testing.assert_allclose(embedded, matrix[ids], atol=1e-6)
     for number, layer in enumerate((1, 3, 5)):
         state = states[:, 64 * number : 64 * (number + 1)]
-        normed = state / np.sqrt(np.mean(state * state, axis=1, keepdims=True) + config["rms_norm_eps"]) * weight
+        normed = state / np.sqrt(np.mean(state * state, axis=1, keepdims=True) + config.norm_epsilon) * weight
         # The layers before the state, as a model of their own.
-        expected = reference_logits(checkpoint, {**config, "num_hidden_layers": layer}, ids, 256)
+        expected = reference_logits(checkpoint, config.first_layers(layer), ids, 256)
         np.testing.assert_allclose(normed @ matrix.T, expected, atol=1e-3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from edgerun.export.check.reference import reference_logits  # noqa: E402
+from edgerun.export.checkpoint.config import read_config  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training.target_data import TOP_TOKENS, AnswerOptions, PromptConversation, TargetText  # noqa: E402
 from edgerun.runtime.engine import Engine  # noqa: E402
@@ -54,7 +54,7 @@ def test_answers_are_the_engines_and_probabilities_the_references(bundle: Path, 
         )
         assert examples[2].ids[: len(system)] == system
     checkpoint = Checkpoint(bundle.parent / "checkpoint")
-    config = json.loads((bundle.parent / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    config = read_config(bundle.parent / "checkpoint")
     assert len(examples) == len(CONVERSATIONS) + 1
     for example in examples:
         ids = np.array(example.ids, np.int64)

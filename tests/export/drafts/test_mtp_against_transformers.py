@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ import onnx
 import pytest
 
 from edgerun.export import FP32, ExportRecipe
-from edgerun.export.check.head_reference import reference_mtp
+from edgerun.export.check.head_reference import reference_head
+from edgerun.export.check.reference_operations import looked_up
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.checkpoint.layout import embedding_layout
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.draft_head import head_passes
-from edgerun.export.drafts.mtp_draft import open_mtp_module
+from edgerun.export.drafts.feature_heads import open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
 from support.tiny_heads import write_mtp_checkpoint
@@ -83,12 +84,14 @@ def test_logits_and_states_equal_those_of_transformers(tmp_path: Path, overrides
     source = write_mtp_checkpoint(tmp_path / "source", **overrides)
     tokens = np.random.default_rng(5).integers(5, 300, COUNT + 1)
     features, logits, states = torch_module(source, tokens)
-    checkpoint, config = Checkpoint(source), json.loads((source / "config.json").read_text(encoding="utf-8"))
-    module = open_mtp_module(source, read_config(source))
-    computed = reference_mtp(module.checkpoint, checkpoint, checkpoint, config, tokens[1:], features, 256)
+    checkpoint, module = Checkpoint(source), open_mtp_module(source, read_config(source))
+    embedded = looked_up(checkpoint, embedding_layout(module.config), tokens[1:])
+    computed, computed_states = reference_head(
+        module, module.checkpoint, embedded, features, 256, (checkpoint, checkpoint)
+    )
     # transformers keeps its rotary angles in float32 even in a float64 model.
-    np.testing.assert_allclose(computed.logits, logits, atol=2e-4)
-    np.testing.assert_allclose(computed.states, states, atol=2e-4)
+    np.testing.assert_allclose(computed, logits, atol=2e-4)
+    np.testing.assert_allclose(computed_states, states, atol=2e-4)
 
     bundle = exported(source, tmp_path / "bundle", ExportRecipe(FP32, draft=OWN_MODULE))
     architecture = open_bundle(bundle).manifest.architecture  # type: ignore[union-attr]

@@ -10,11 +10,11 @@ from gguf import GGMLQuantizationType
 from edgerun.edge.cli.main import main
 from edgerun.errors import CheckpointError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat, export_checkpoint
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
-from edgerun.export.graph.rope import Llama3
 from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
@@ -210,9 +210,6 @@ def test_a_split_model_exports_like_a_single_file(tmp_path, kind: str) -> None:
         exported(first, tmp_path / "bundle", STORED)
 
 
-NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
 def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
     """Frequency divisors as llama.cpp's converter computes them."""
     divisors, original = [], scaling["original_max_position_embeddings"]
@@ -245,8 +242,8 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, numbers) -> Non
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
     with open_gguf(file) as model:
         found = read_json(model.folder / "config.json")["rope_scaling"]
-    read, _ = Llama3(*(found[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
-    expected, _ = Llama3(*(scaling[name] for name in NUMBERS)).rotation(500000.0, 64, 256)
+        read = read_config(model.folder).attention[0].rope.frequencies(64, 256)
+    expected = read_config(source).attention[0].rope.frequencies(64, 256)
     if numbers["original_max_position_embeddings"] == 8192:
         assert found == scaling
     np.testing.assert_allclose(read, expected, rtol=1e-5)

@@ -18,7 +18,7 @@ from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.smooth_quant import smoothed_linears
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.static_parity import StaticContractSession
-from edgerun.export.checkpoint.json_fields import read_json
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import layer_layout
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.npu.integer_linears import IntegerLinears, integer_range
@@ -59,7 +59,7 @@ class Calibrated:
             self.integers = smoothed_linears(self.content, text, statistics, bits, silent)
 
     def reference(self, source: Any, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        return reference_logits(source, read_json(self.source / "config.json"), tokens, 256)
+        return reference_logits(source, read_config(self.source), tokens, 256)
 
     def graph(self, integers: IntegerLinears, width: int = 4) -> StaticContractSession:
         bundle = self._folder / "bundle"

@@ -17,7 +17,6 @@ from edgerun.export.check import static_parity
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.check.static_parity import StaticContractSession
-from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.open import open_source
 from edgerun.export.npu.static_shapes import static_shapes
 from edgerun.export.quantization.methods import with_methods
@@ -58,9 +57,7 @@ class Exported:
         with open_source(self._source) as (config, checkpoint):
             plan = with_methods(self._recipe.quant_plan(config), self._recipe.methods)
             weights = quantized_weights(checkpoint, config, plan)
-            return reference_logits(
-                weights, read_json(self._source / "config.json"), np.array(tokens), self._recipe.context_for(config)
-            )
+            return reference_logits(weights, config, np.array(tokens), self._recipe.context_for(config))
 
 
 def recipe_of(weights: WeightFormat = INT4, **choices: Any) -> ExportRecipe:

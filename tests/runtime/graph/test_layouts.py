@@ -304,6 +304,7 @@ def test_settings_are_found_in_the_parent_folder(file: str, folder_of) -> None:
 
 def test_the_layout_reference_equals_the_reference_decoder() -> None:
     from edgerun.export.check.reference import reference_logits
+    from edgerun.export.checkpoint.config import parse_config
 
     layout = LAYOUTS["optimum"]
 
@@ -320,7 +321,9 @@ def test_the_layout_reference_equals_the_reference_decoder() -> None:
             yield self.tensors[name]
 
     tokens = np.random.default_rng(8).integers(0, VOCABULARY, 50)
-    expected = reference_logits(WeightsInMemory(), tiny_config("llama", **layout.overrides), tokens, CONTEXT)
+    expected = reference_logits(
+        WeightsInMemory(), parse_config(tiny_config("llama", **layout.overrides)), tokens, CONTEXT
+    )
     decoder = Decoder.of(layout)
     found = np.concatenate([decoder.forward(tokens[:20].tolist()), decoder.forward(tokens[20:].tolist())])
     np.testing.assert_allclose(found, expected, atol=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 import edgerun
 from edgerun import GenerateOptions, Speculation
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.models.onnx_file.wire import operators_of
 from edgerun.runtime.devices.providers import choose_device
@@ -74,7 +74,7 @@ def test_trees_and_rewinds_are_those_of_all_slots(tmp_path: Path, family: str) -
             np.testing.assert_allclose(array[..., : arena.length, :], expected[..., : arena.length, :], atol=1e-5)
     assert first_slot(window, 280) == 256
     source = tmp_path / "checkpoint"
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     expected = reference_logits(Checkpoint(source), config, np.asarray([*committed, 7]), CONTEXT)[-1]
     np.testing.assert_allclose(own.forward([7])[0], expected, rtol=1e-3, atol=1e-3)
 

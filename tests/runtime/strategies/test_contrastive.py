@@ -18,6 +18,7 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.export import FP32, ExportRecipe
 from edgerun.export.check.reference import reference_logits
+from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from support.serving import CHAT, chat_body, served_here
 from support.tiny_models import exported, write_checkpoint
@@ -44,7 +45,7 @@ def engine(bundle: Path) -> Iterator[Engine]:
 
 def searched(source: Path, tokens: list[int], alpha: float, candidates: int, count: int) -> list[int]:
     """The tokens that the naive decoder's logits and states give, every candidate read with the whole text."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     weights = Checkpoint(source)
     head = weights.read("model.embed_tokens.weight").astype(np.float64)
     found: list[int] = []

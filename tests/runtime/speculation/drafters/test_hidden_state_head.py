@@ -87,7 +87,7 @@ def test_wherever_the_sequence_goes_the_logits_are_those_of_the_reference(
         if len(tokens) < 2:
             assert logits is None
             continue
-        np.testing.assert_allclose(logits, headed.reference.run(tokens, path).logits[-1], atol=1e-3)
+        np.testing.assert_allclose(logits, headed.reference.run(tokens, path)[-1], atol=1e-3)
 
 
 def test_where_features_are_unknown_the_head_begins_later(headed: TargetWithHead, target: GraphSession) -> None:
@@ -103,7 +103,7 @@ def test_where_features_are_unknown_the_head_begins_later(headed: TargetWithHead
         head.append(token)
     run_missing(restored, tokens)
     logits = head.logits((21, 22))
-    np.testing.assert_allclose(logits, headed.reference.run(tokens, (21, 22), first=19).logits[-1], atol=1e-3)
+    np.testing.assert_allclose(logits, headed.reference.run(tokens, (21, 22), first=19)[-1], atol=1e-3)
 
 
 def test_accepted_tokens_run_again_with_the_targets_features(headed: TargetWithHead) -> None:
@@ -159,7 +159,7 @@ def test_a_trimmed_module_has_the_rows_of_the_reference(tmp_path: Path, tied: bo
         head.attach(bound.arena)
         head.reset(tokens)
     for path in ((), (22,), (22, 40), (22, 40, 5)):  # tokens that it lacks are read all the same
-        expected = whole.reference.run(tokens, path).logits[-1][KEPT]
+        expected = whole.reference.run(tokens, path)[-1][KEPT]
         all_logits, found = (head.logits(path) for head in heads)
         assert found.shape == KEPT.shape
         np.testing.assert_allclose(found, expected, atol=1e-3)

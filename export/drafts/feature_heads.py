@@ -1,15 +1,22 @@
-"""EAGLE-3 heads (Li et al. 2025): their published checkpoints, and their graph over the target's features."""
+"""Checkpoints of EAGLE-3 heads (Li et al. 2025) and of multi-token-prediction modules, which models bring along.
+
+Such a module is one more decoder layer, trained with the model. It joins the embedding of a token with the hidden
+state of the token before it, each normalized, and predicts the token after; embedding and LM head are the model's.
+What it computes takes the place of the next hidden state, so that it predicts any number of tokens one by one
+(DeepSeek-AI: DeepSeek-V3 Technical Report, 2024; Qwen3-Next and Qwen3.5 as vLLM runs them).
+
+The hidden states that it takes are the model's after its last norm, and its own after its own last norm.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto
 
 from ...errors import CheckpointError, InputError
 from ...models.draft_heads import (
@@ -27,77 +34,24 @@ from ...models.draft_heads import (
     head_kind,
 )
 from ...models.json_file import is_whole, shown
-from ..checkpoint.config import DecoderConfig, parse_config
+from ..architectures import find_family
+from ..checkpoint.config import DecoderConfig, parse_config, text_settings
 from ..checkpoint.json_fields import count, read_json
-from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
+from ..checkpoint.layer_weights import FusedLinear, Norm
 from ..checkpoint.layout import EMBEDDING, embedding_layout, final_norm, head_layout, layer_layout, tensors_of
 from ..checkpoint.safetensors_files import Checkpoint
-from ..graph import inputs_outputs
-from ..graph.attention import Attention
-from ..graph.embedding_head import append_embedding, append_product
-from ..graph.head_parts import append_head_layer, embedding_of, head_model
-from ..graph.initializers import Initializers
+from ..graph.head_parts import FeatureHead
 from ..graph.inputs_outputs import DraftFeatures, eagle_features
-from ..graph.nodes import Nodes
-
-TargetIds = npt.NDArray[np.int64]
 
 _LAYER: Final = "model.layers.0."
 """Prefix of the only layer's tensors in the layout of a decoder."""
 _OTHER_MODEL: Final = "give a head that was trained for this model"
 _OTHER_VARIANTS: Final = ("fc_norm", "norm_output", "norm_before_residual")
 """Settings of variants of the architecture, each of which computes something else."""
-
-
-@dataclass(frozen=True)
-class EagleHead:
-    """An EAGLE-3 head for a target; its tensors are named like a decoder's of one layer."""
-
-    kind: ClassVar = HeadKind.EAGLE
-    checkpoint: Checkpoint
-    settings: Mapping[str, Any]
-    """The parsed config.json."""
-    config: DecoderConfig
-    """The layer, with the vocabulary of the embedding."""
-    features: DraftFeatures
-    """What the head reads of the target."""
-    feature_size: int
-    draft_vocab: int
-    """Number of tokens of the LM head."""
-    target_ids: TargetIds | None
-    """The target's ids of these tokens, int64 [draft_vocab]; None if they are the same."""
-
-    @property
-    def has_embedding(self) -> bool:
-        """Whether the head has an embedding of its own, or reads the target's."""
-        return self.checkpoint.has(EMBEDDING)
-
-    @property
-    def projection(self) -> FusedLinear:
-        """The projection of the target's features."""
-        return FusedLinear(FEATURE_PROJECTION, (FEATURE_PROJECTION,), (self.config.hidden_size,), self.feature_size)
-
-    @property
-    def layer(self) -> Layer:
-        """The layer; queries, keys and values are of embedding and hidden state together."""
-        layer = layer_layout(self.config, 0)
-        return replace(layer, qkv=replace(layer.qkv, columns=2 * self.config.hidden_size))
-
-    @property
-    def feature_norm(self) -> Norm:
-        """The norm of the hidden state."""
-        return Norm(f"{_LAYER}{FEATURE_NORM}.weight", self.config.hidden_size)
-
-    @property
-    def lm_head(self) -> FusedLinear:
-        """The LM head."""
-        return replace(head_layout(self.config), rows=(self.draft_vocab,))
-
-    @property
-    def linears(self) -> tuple[FusedLinear, ...]:
-        """All linears, in the order of the graph."""
-        embedding = (embedding_layout(self.config),) if self.has_embedding else ()
-        return (*embedding, self.projection, *self.layer.linears, self.lm_head)
+_MODULE: Final = "mtp."
+"""Beginning of the names of all tensors of a multi-token-prediction module."""
+_OWN_EMBEDDING: Final = "mtp_use_dedicated_embeddings"
+WITHOUT: Final = "export it without, with --draft none"
 
 
 def read_head_kind(source: Path) -> HeadKind | None:
@@ -106,7 +60,7 @@ def read_head_kind(source: Path) -> HeadKind | None:
     return head_kind(read_json(path)) if path.is_file() else None
 
 
-def open_eagle_head(folder: Path, target: DecoderConfig) -> EagleHead:
+def open_eagle_head(folder: Path, target: DecoderConfig) -> FeatureHead:
     """Open an EAGLE-3 head and check that it fits a target.
 
     Raises:
@@ -123,13 +77,24 @@ def open_eagle_head(folder: Path, target: DecoderConfig) -> EagleHead:
     require_target(f"the head {folder} was", hidden, config.vocab_size, target, _OTHER_MODEL)
     features = eagle_features(target, _listed_layers(settings))
     draft_vocab = count(settings, DRAFT_VOCAB_SIZE, default=config.vocab_size, maximum=config.vocab_size)
-    checkpoint = _open_layer(folder)
-    feature_size = EAGLE_FEATURE_LAYERS * target.hidden_size
-    target_ids = _read_target_ids(folder, checkpoint, draft_vocab, config.vocab_size)
-    head = EagleHead(checkpoint, settings, config, features, feature_size, draft_vocab, target_ids)
-    for tensor in tensors_of(head.linears, (*head.layer.norms, head.feature_norm, final_norm(config))):
-        checkpoint.require(*tensor)
-    if not head.has_embedding and config.hidden_size != target.hidden_size:
+    checkpoint, layer = _open_layer(folder), layer_layout(config, 0)
+    feature_size, own = EAGLE_FEATURE_LAYERS * target.hidden_size, config.hidden_size
+    assert layer.before_attention is not None  # noqa: S101 -- every layer of this family has the norm
+    head = FeatureHead(
+        HeadKind.EAGLE,
+        checkpoint,
+        config,
+        features,
+        feature_size,
+        FusedLinear(FEATURE_PROJECTION, (FEATURE_PROJECTION,), (own,), feature_size),
+        replace(layer, qkv=replace(layer.qkv, columns=2 * own), before_attention=None),
+        (layer.before_attention, Norm(f"{_LAYER}{FEATURE_NORM}.weight", own)),
+        embedding_layout(config) if checkpoint.has(EMBEDDING) else None,
+        replace(head_layout(config), rows=(draft_vocab,)),
+        _read_target_ids(folder, checkpoint, draft_vocab, config.vocab_size),
+    )
+    _require_tensors(head)
+    if head.embedding is None and own != target.hidden_size:
         raise InputError(
             f"the head {folder} has a hidden size of {config.hidden_size}, the model of {target.hidden_size}, and the "
             "head no embedding of its own",
@@ -208,7 +173,9 @@ def _open_layer(folder: Path) -> Checkpoint:
     )
 
 
-def _read_target_ids(folder: Path, checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> TargetIds | None:
+def _read_target_ids(
+    folder: Path, checkpoint: Checkpoint, draft_vocab: int, vocab: int
+) -> npt.NDArray[np.int64] | None:
     """The target's ids of the head's tokens; None if they are the same.
 
     Raises:
@@ -232,35 +199,73 @@ def _read_target_ids(folder: Path, checkpoint: Checkpoint, draft_vocab: int, voc
     return None if draft_vocab == vocab and not offsets.any() else ids
 
 
-def build_eagle_head(
-    head: EagleHead, context: int, plan: QuantPlan, weights: Initializers, target: GraphProto | None
-) -> ModelProto:
-    """Build the graph of a head and write its weights to the external data file.
+def has_mtp_module(source: Path) -> bool:
+    """Whether a checkpoint folder holds at least a part of a multi-token-prediction module that edge-run knows."""
+    path = source / "config.json"
+    try:
+        known = path.is_file() and find_family(str(read_json(path).get("model_type"))).mtp
+        return known and Checkpoint(source).has_any(_MODULE)
+    except CheckpointError:  # which the export of the model itself reports
+        return False
+
+
+def open_mtp_module(folder: Path, model: DecoderConfig) -> FeatureHead:
+    """Open the module of a checkpoint.
 
     Args:
-        head: the head.
-        context: number of positions in the rotary table.
-        plan: the quantization plan of the head.
-        weights: creates and stores the initializers.
-        target: the target's graph, whose embedding the head reads; None if the head has its own.
+        folder: the checkpoint.
+        model: its configuration.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
-        OSError: the disk refused a write.
+        CheckpointError: there is none, or it is incomplete or of a variant that is not supported.
     """
-    config = head.config
-    nodes = Nodes(config, plan, weights)
-    attention = Attention(nodes, context)
-    shared = None if target is None else embedding_of(target)
-    embedded = append_embedding(nodes)[0] if shared is None else shared.value
-    projected = nodes.linear(head.projection, inputs_outputs.DRAFT_FEATURES)
-    states = nodes.add("Concat", [projected, inputs_outputs.DRAFT_STATES], "states", axis=0)
-    hidden = nodes.add("Unsqueeze", [states, nodes.integers("states.axes", 0)], "hidden")
-    before = head.layer.before_attention
-    assert before is not None  # noqa: S101 -- every layer of this family has the norm
-    normed = [nodes.norm(embedded, before, "input_norm"), nodes.norm(hidden, head.feature_norm, "feature_norm")]
-    both = nodes.add("Concat", normed, "both", axis=-1)
-    rows, residual = append_head_layer(nodes, attention, head.layer, both, hidden)
-    nodes.add("Identity", [residual], inputs_outputs.NEXT_STATES)
-    append_product(nodes, head.lm_head, rows, inputs_outputs.LOGITS)
-    return head_model(nodes, head.projection.columns, head.lm_head.shape[0], shared)
+    if not model.traits.mtp or not Checkpoint(folder).has_any(_MODULE):
+        raise CheckpointError(
+            f"{folder} has no multi-token-prediction module", "leave --draft mtp out, or give another draft"
+        )
+    whole = read_json(folder / "config.json")
+    settings = text_settings(whole, model.traits)
+    layers = count(settings, "mtp_num_hidden_layers", default=1, minimum=0)
+    if layers != 1:
+        raise CheckpointError(
+            f"the multi-token-prediction module of {folder} has {layers} layers, and only those of one are supported",
+            WITHOUT,
+        )
+    if settings.get(_OWN_EMBEDDING):
+        raise CheckpointError(
+            f"the multi-token-prediction module of {folder} has an embedding of its own ({_OWN_EMBEDDING}), which "
+            "is not supported",
+            WITHOUT,
+        )
+    prefixes = (("model.layers.0.", f"{_MODULE}layers.0."), (f"model.{model.traits.final_norm}.", f"{_MODULE}norm."))
+    checkpoint = Checkpoint(folder, prefixes)
+    # The module's only layer has attention, and experts if the model has any.
+    config = replace(
+        model,
+        traits=replace(model.traits, state_layers=None),
+        layers=1,
+        attention=(model.attention[model.attention_layers[0]],),
+        state_layers=None,
+        experts=None if model.experts is None else replace(model.experts, layers=(True,)),
+    )
+    hidden = config.hidden_size
+    module = FeatureHead(
+        HeadKind.MTP,
+        checkpoint,
+        config,
+        DraftFeatures((model.layers,)),
+        hidden,
+        FusedLinear("projection", (f"{_MODULE}fc",), (hidden,), 2 * hidden),
+        layer_layout(config, 0),
+        (
+            Norm(f"{_MODULE}pre_fc_norm_embedding.weight", hidden),
+            Norm(f"{_MODULE}pre_fc_norm_hidden.weight", hidden),
+        ),
+    )
+    _require_tensors(module)
+    return module
+
+
+def _require_tensors(head: FeatureHead) -> None:
+    for tensor in tensors_of(head.linears, (*head.layer.norms, *head.norms, final_norm(head.config))):
+        head.checkpoint.require(*tensor)
