@@ -46,7 +46,7 @@ class FeatureHead:
     projection: FusedLinear
     layer: Layer
     norms: tuple[Norm, Norm]
-    """Of the embedding and of the state."""
+    """The norms of the embedding and of the state."""
     embedding: FusedLinear | None = None
     """The head's own embedding; None for the target's. So is `lm_head`."""
     lm_head: FusedLinear | None = None
