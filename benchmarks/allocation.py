@@ -27,7 +27,7 @@ from edgerun.errors import InputError
 from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.allocate import DEFAULT_SECONDS, Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import linear_choices, measure_sensitivities
-from edgerun.export.allocation.format_candidates import completed_plan, format_candidates, planned_linears
+from edgerun.export.allocation.format_candidates import allowed_formats, completed_plan, format_candidates
 from edgerun.export.allocation.plan_costs import BYTES_READ, Budget, Measure, plan_cost, weight_count
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
@@ -92,7 +92,7 @@ class Comparison:
         for kind, plans in (("", uniform), ("to nearest", rounded)):
             for plan in plans:
                 print(f"{plan.name:24} {kind:10} {plan.bits_per_weight:6.3f} bits, KL {plan.kl:.5f}")
-        titles = ("bits", "seed KL", "found KL", "KL", "/ uniform", "/ nearest", "/ rule", "wasteful")
+        titles = ("bits", "found KL", "KL", "/ uniform", "/ nearest", "/ rule", "wasteful")
         print(f"{'budget':>6}", *(f"{title:>9}" for title in titles))
         results = []
         for amount in self.options.budgets:
@@ -119,7 +119,6 @@ class Comparison:
         return {
             "budget": budget.amount,
             "bits": 8 * size / weight_count(self.config),
-            "seed_kl": found.history[0][1],
             "search_kl": found.divergence,
             "kl": kl,
             "of_uniform": of_uniform,
@@ -131,11 +130,8 @@ class Comparison:
     def mixed(self, budget: Budget) -> Allocation:
         """Search for a plan."""
         tokens = self.options.searched
-        sensitivities = measure_sensitivities(
-            list(planned_linears(self.config)),
-            self.formats,
-            lambda linear, form: self.search_evaluator.divergence_alone(linear, form, self.options.solo),
-        )
+        alone = partial(self.search_evaluator.divergence_alone, tokens=self.options.solo)
+        sensitivities = measure_sensitivities(allowed_formats(self.config, self.formats), alone)
         divergences = partial(self.searched_kl, tokens // 4), partial(self.searched_kl, tokens)
         costs = cost_measures(budget, self.config)
         return allocate(self.config, sensitivities, divergences, budget, costs, seconds=self.options.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from artifacts import checkpoint, made_once
 from shapes import Shape
 
 _CONVERTER: Final = Path(__file__).with_name("llama_convert.py")
-OPENVINO_BLOCK: Final = 128
-"""Weights that share a scale in optimum-intel's 4-bit exports by default."""
+_OPENVINO_BLOCKS: Final = (128, 64, 32)
+"""Weights that share a scale in optimum-intel's 4-bit exports, its default first; blocks must divide all rows."""
 
 
 def genai_model(work: Path, shape: Shape, block: int, python: str) -> Path:
@@ -45,16 +46,24 @@ def optimum_model(work: Path, shape: Shape, python: str) -> Path:
     return made_once(work / shape.name / "optimum-fp32", make)
 
 
+def openvino_block(source: Path) -> int:
+    """The largest blocks in which optimum-intel can export a checkpoint; -1 for one scale for each row."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    columns = (config["hidden_size"], config["intermediate_size"])
+    return next((block for block in _OPENVINO_BLOCKS if not any(each % block for each in columns)), -1)
+
+
 def openvino_model(source: Path, folder: Path, python: str) -> Path:
     """The export of a checkpoint by optimum-intel, run with the interpreter `python`.
 
-    Linears have symmetric 4-bit weights in blocks of 128; the embedding and the LM head have 8 bits, as by default.
+    Linears have symmetric 4-bit weights in blocks of `openvino_block`; the embedding and the LM head have 8 bits, as by
+    default.
     """
 
     def make(part: Path) -> None:
         command = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
         command += ["--task", "text-generation-with-past", "--weight-format", "int4", "--sym", "--ratio", "1.0"]
-        command += ["--group-size", str(OPENVINO_BLOCK), "--model", str(source), str(part)]
+        command += ["--group-size", str(openvino_block(source)), "--model", str(source), str(part)]
         run_tool("optimum-intel's exporter", command)
 
     return made_once(folder, make)

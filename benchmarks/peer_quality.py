@@ -51,7 +51,7 @@ from edgerun.export.allocation.format_candidates import planned_linears
 from edgerun.export.allocation.plan_costs import Budget, Measure
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.quantization.option_values import MethodChoice
-from peer_models import OPENVINO_BLOCK, LlamaTools, genai_export, openvino_model
+from peer_models import LlamaTools, genai_export, openvino_block, openvino_model
 from processes import Worker
 from quality_tables import EXACT, MeasuredModel, as_json, draw, show
 from quantization import Tokens, divergence, new_positions, read_texts
@@ -88,7 +88,8 @@ class QualityComparison:
     def models(self) -> list[MeasuredModel]:
         """All models with their bytes and losses, not timed."""
         theirs = [*self._llama_models(), *self._other_models()]
-        budgets = sorted({each.bytes for each in theirs if each.label != EXACT}) if self._options.searches else []
+        names = [f"llama.cpp {name}" for name in self._options.searches]
+        budgets = sorted({each.bytes for each in theirs if each.label.removesuffix(" with importance") in names})
         plans = self._options.plans
         ours = [self._planned(each) for each in plans] if plans else [self._mixed(limit) for limit in budgets]
         ours += [self._ours(name, recipe) for name, recipe in self._uniform_recipes().items()]
@@ -133,7 +134,9 @@ class QualityComparison:
                 yield self._measured(f"GenAI int4, blocks of {block}", "genai", folder)
         if options.openvino_python is not None:
             folder = openvino_model(source, self._work / "openvino", options.openvino_python)
-            yield self._measured(f"OpenVINO int4, blocks of {OPENVINO_BLOCK}", "openvino", folder)
+            block = openvino_block(source)
+            scales = f"blocks of {block}" if block > 0 else "a scale for each row"
+            yield self._measured(f"OpenVINO int4, {scales}", "openvino", folder)
 
     def _uniform_recipes(self) -> dict[str, ExportRecipe]:
         """Plans with one format for all linears, rounded as by default and with the calibration text."""
@@ -159,7 +162,6 @@ class QualityComparison:
             budget=Budget((limit - others - _SPARE) // 100 / 1e4, Measure.MEGABYTES, in_file=True),
             method=self._options.methods[-1],
             time_limit=self._options.search_minutes,
-            zero_points=True,
             half_scales=True,
         )
         return self._measured(
@@ -316,7 +318,13 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--search-minutes", type=float, default=3.0, help="time limit of each search for a plan")
-    parser.add_argument("--searches", action=argparse.BooleanOptionalAction, default=True, help="mixed plans too")
+    parser.add_argument(
+        "--searches",
+        nargs="*",
+        metavar="NAME",
+        default=QUANTIZATIONS,
+        help="formats within whose bytes a mixed plan is searched",
+    )
     parser.add_argument(
         "--methods",
         nargs="+",

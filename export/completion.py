@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,8 +24,7 @@ from ..runtime.measure.logit_quality import measure_cache_quality
 from ..runtime.measure.measurement_store import describe_machine
 from ..runtime.text.turn_markers import TokenArray
 from .allocation.allocate import SENSITIVITY_WORK, measured_tokens
-from .allocation.choices import STAGE as SENSITIVITY_STAGE
-from .allocation.choices import Sensitivity
+from .allocation.choices import Sensitivity, measure_sensitivities
 from .allocation.format_candidates import planned_linears, write_plan
 from .allocation.linear_times import LinearTimes
 from .allocation.plan_costs import weight_count
@@ -40,7 +40,7 @@ from .drafts.make_draft import DraftRequest, make_draft
 from .quantization.methods import FP32
 from .recipe import ExportRecipe
 from .report.compared_plans import PlanComparison
-from .report.figures import ModelReport, PlanFigures, PlanKind, SearchStep, Speed, linear_figures, plan_figures
+from .report.figures import ModelReport, PlanFigures, PlanKind, Speed, linear_figures, plan_figures
 from .report.page import write_report
 from .report.tables import megabytes
 from .report.text_tasks import TaskFigures, measure_tasks
@@ -114,7 +114,6 @@ def complete_bundle(
         bandwidths=_TYPICAL_BANDWIDTHS if recipe.bandwidth is None else (recipe.bandwidth,),
         drafts=[] if figures is None else [figures],
         budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
-        search=[] if model.allocation is None else [SearchStep(*each) for each in model.allocation.history],
         seconds=time.perf_counter() - started,
         machine=describe_machine(),
         notes=[*filter(None, (*model.notes, cache_note, draft_note))],
@@ -168,14 +167,10 @@ def _sensitivities(
     plan = model.plan
     if weight_count(config) > _MAX_WEIGHTS:
         return {}
-    linears = [linear.name for linear in planned_linears(config) if plan[linear.name] != FP32]
+    pairs = [(linear.name, plan[linear.name]) for linear in planned_linears(config) if plan[linear.name] != FP32]
     tokens = measured_tokens(config, SENSITIVITY_WORK)
-    found = {}
-    for number, linear in enumerate(linears, 1):
-        kl = model.independent_evaluator.divergence_alone(linear, plan[linear], tokens)
-        found[linear] = (Sensitivity(plan[linear], kl),)
-        progress(SENSITIVITY_STAGE, number / len(linears))
-    return found
+    alone = partial(model.independent_evaluator.divergence_alone, tokens=tokens)
+    return measure_sensitivities(pairs, alone, progress)
 
 
 def _tasks(

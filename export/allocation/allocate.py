@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from statistics import geometric_mean
 from typing import Final, NamedTuple
 
@@ -40,6 +40,7 @@ from .choices import (
 from .format_candidates import (
     EMBEDDING_LINEAR,
     HEAD_LINEAR,
+    allowed_formats,
     completed_plan,
     format_candidates,
     is_allowed,
@@ -82,8 +83,6 @@ class Allocation(NamedTuple):
     """Mean KL in nats on the text that the plan was chosen by."""
     sensitivities: Mapping[str, Sequence[Sensitivity]]
     """Sensitivities of each linear, by its name."""
-    history: tuple[tuple[int, float], ...]
-    """Number and divergence of every better plan that the search found, from the first one on."""
     frontier: tuple[QuantPlan, ...]
     """Plans for other budgets by Lagrangian relaxation, in ascending order of cost."""
     measured_ratio: float = 1.0
@@ -177,20 +176,18 @@ def allocate(
         assumed, ratio = ratio, measured_ratio(completed_plan(config, plan_of(choices, selection)))
         return abs(ratio / assumed - 1) > _TIME_TOLERANCE
 
-    selection, history = first_selection(knapsack()), list[float]()
+    selection = first_selection(knapsack())
     if corrected(selection):
         require_feasible(config, budget, costs[0], formats, ratio)
         selection = first_selection(knapsack())
-    for _ in range(1 + _MAX_CORRECTIONS):
-        problem, limit = knapsack(), _CORRECTION_SHARE * seconds if history else seconds
-        found = local_search(problem, problem.reduced(selection), divergence, limit, progress)
+    for share in (1.0, *(_CORRECTION_SHARE,) * _MAX_CORRECTIONS):
+        problem = knapsack()
+        found = local_search(problem, problem.reduced(selection), divergence, share * seconds, progress)
         selection = lower_useless_options(choices, found[-1], divergence, screen)
-        history = history or list(map(divergence, found))
         if not corrected(selection):
             break
-    steps = tuple(enumerate((*history, divergence(selection))))
     plan = completed_plan(config, plan_of(choices, selection))
-    return Allocation(plan, divergence(selection), sensitivities, steps, frontier_plans(config, choices), ratio)
+    return Allocation(plan, divergence(selection), sensitivities, frontier_plans(config, choices), ratio)
 
 
 def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> tuple[QuantPlan, ...]:
@@ -208,7 +205,7 @@ def _formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
 
 def plan_sensitivities(
     config: DecoderConfig, recipe: ExportRecipe, evaluator: PlanEvaluator, progress: Progress
-) -> dict[str, tuple[Sensitivity, ...]]:
+) -> dict[str, list[Sensitivity]]:
     """Measure every linear in every format that a recipe allows it.
 
     Raises:
@@ -216,12 +213,8 @@ def plan_sensitivities(
         OSError: The disk refused a write.
     """
     tokens = measured_tokens(config, SENSITIVITY_WORK)
-    return measure_sensitivities(
-        list(planned_linears(config)),
-        _formats_of(recipe),
-        lambda linear, each: evaluator.divergence_alone(linear, each, tokens),
-        progress,
-    )
+    alone = partial(evaluator.divergence_alone, tokens=tokens)
+    return measure_sensitivities(allowed_formats(config, _formats_of(recipe)), alone, progress)
 
 
 def search_plan(

@@ -6,6 +6,7 @@ Each linear takes one of its format options. A selection is a tuple with the ind
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -13,8 +14,7 @@ from typing import Final, NamedTuple
 from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear
-from .format_candidates import is_allowed, planned_linears
+from .format_candidates import planned_linears
 from .plan_costs import Costs
 
 Selection = tuple[int, ...]
@@ -55,22 +55,12 @@ class KnapsackProblem:
         return total_cost(self.choices, selection) <= self.limit
 
     def reduced(self, selection: Selection) -> Selection:
-        """Lower options until the selection fits, each time the one that loses least KL per cost that it frees.
-
-        The first option of every choice must fit.
-        """
-        current = list(selection)
-        while not self.fits(tuple(current)):
-            losses = []
-            for index, number in enumerate(current):
-                if number > 0:
-                    lower, own = self.choices[index].options[number - 1], self.choices[index].options[number]
-                    freed = max(own.costs[0] - lower.costs[0], 1e-12)
-                    losses.append(((lower.divergence - own.divergence) / freed, index))
-            if not losses:
-                break
-            current[min(losses)[1]] -= 1
-        return tuple(current)
+        """The selection if it fits, or else a cheaper one of little divergence; `cheapest_selection` must fit."""
+        if self.fits(selection):
+            return selection
+        pairs = zip(self.choices, selection, strict=True)
+        cheaper = tuple(choice._replace(options=choice.options[: number + 1]) for choice, number in pairs)
+        return lagrangian_selection(replace(self, choices=cheaper))
 
 
 def linear_choices(
@@ -133,34 +123,25 @@ class Sensitivity(NamedTuple):
 
 
 def measure_sensitivities(
-    linears: Sequence[FusedLinear],
-    formats: Sequence[WeightFormat],
+    measured: Sequence[tuple[str, WeightFormat]],
     divergence_alone: Callable[[str, WeightFormat], float],
     progress: Progress = silent,
-) -> dict[str, tuple[Sensitivity, ...]]:
-    """Measure every linear in every format that it may take.
+) -> dict[str, list[Sensitivity]]:
+    """Measure linears in formats.
 
     Args:
-        linears: Linears to measure.
-        formats: Formats to measure each in.
+        measured: Pairs of a linear's name and a format.
         divergence_alone: Measures the mean KL in nats with only the named linear quantized.
         progress: Receives the stage "measuring sensitivities".
 
     Returns:
         The sensitivities of each linear, by its name.
     """
-    allowed = {linear.name: [each for each in formats if is_allowed(linear, each)] for linear in linears}
-    total = sum(map(len, allowed.values()))
-    done = 0
-
-    def measured(linear: str, weight_format: WeightFormat) -> Sensitivity:
-        nonlocal done
-        divergence = divergence_alone(linear, weight_format)
-        done += 1
-        progress(STAGE, done / total)
-        return Sensitivity(weight_format, divergence)
-
-    return {linear: tuple(measured(linear, each) for each in its_formats) for linear, its_formats in allowed.items()}
+    found = defaultdict[str, list[Sensitivity]](list)
+    for number, (linear, weight_format) in enumerate(measured, 1):
+        found[linear].append(Sensitivity(weight_format, divergence_alone(linear, weight_format)))
+        progress(STAGE, number / len(measured))
+    return dict(found)
 
 
 def cheapest_selection(problem: KnapsackProblem) -> Selection:

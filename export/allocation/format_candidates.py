@@ -83,6 +83,11 @@ def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
 
 
+def allowed_formats(config: DecoderConfig, formats: Sequence[WeightFormat]) -> list[tuple[str, WeightFormat]]:
+    """All pairs of a planned linear's name and a format that it can be stored in."""
+    return [(linear.name, each) for linear in planned_linears(config) for each in formats if is_allowed(linear, each)]
+
+
 def planned_linears(config: DecoderConfig) -> Iterator[FusedLinear]:
     """The linears that have a format of their own.
 

@@ -108,7 +108,7 @@ class QuantizedLinearStore(ModelSource):
     def weights(self, linear: FusedLinear, weight_format: WeightFormat) -> Float32Array:
         """A linear's matrix, float32 [N, K], quantized and dequantized."""
         if weight_format.bits == 32:
-            return self._own_weights(linear)
+            return np.concatenate([self.read(name) for name in linear.weights])
         return dequantized(self.whole(linear, weight_format), linear.columns, weight_format)
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
@@ -138,9 +138,6 @@ class QuantizedLinearStore(ModelSource):
     def _inputs(self, linear: str) -> InputStatistics | None:
         with self._lock:  # so that two threads do not load the same statistics twice
             return self._cached_statistics(linear)
-
-    def _own_weights(self, linear: FusedLinear) -> Float32Array:
-        return np.concatenate([self.read(name) for name in linear.weights])
 
     def _folder_of(self, linear: FusedLinear, weight_format: WeightFormat) -> Path:
         name = HEAD_LINEAR if self._tied and linear.name == EMBEDDING_LINEAR else linear.name

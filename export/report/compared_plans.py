@@ -50,41 +50,33 @@ class PlanComparison:
         Returns:
             The uniform plans in ascending size, the best rule-based plan if there is one, and the others.
         """
-        done, total = 0, len(formats) + len(others)
-
-        def measured(plan: QuantPlan, name: str, kind: PlanKind) -> PlanFigures:
-            nonlocal done
-            figures = plan_figures(self.config, plan, name, kind, self.divergence(plan), self.times)
-            done += 1
-            self.progress(STAGE, done / total)
-            return figures
-
-        uniform, best = [], []
-        by_size: dict[tuple[int, int], list[WeightFormat]] = {}
-        for each in formats:
-            by_size.setdefault((each.bits, each.block), []).append(each)
-        for versions in by_size.values():
-            tried = [measured(uniform_plan(self.config, each), str(each), PlanKind.UNIFORM) for each in versions]
-            uniform.append(min(tried, key=lambda figures: figures.kl))
-            best.append(versions[tried.index(uniform[-1])])
-        rules = _of_similar_size([*rule_plans(self.config, tuple(best), BYTES_READ, limit)], self.config, limit)
-        total += len(rules)
-        found = sorted(uniform, key=lambda figures: figures.bytes_read)
-        if rules:
-            by_rule = [measured(plan, "by rule", PlanKind.RULE) for plan in rules]
-            found.append(min(by_rule, key=lambda figures: figures.kl))
-        return found + [measured(plan, "for another budget", PlanKind.SEARCHED) for plan in others]
+        uniform = self._measured(PlanKind.UNIFORM, [(str(each), uniform_plan(self.config, each)) for each in formats])
+        best: dict[tuple[int, int], tuple[WeightFormat, PlanFigures]] = {}
+        for each, figures in zip(formats, uniform, strict=True):
+            known = best.setdefault((each.bits, each.block), (each, figures))
+            if figures.kl < known[1].kl:
+                best[each.bits, each.block] = each, figures
+        of_formats = tuple(each for each, _ in best.values())
+        rules = _of_similar_size([*rule_plans(self.config, of_formats, BYTES_READ, limit)], self.config, limit)
+        by_rule = self._measured(PlanKind.RULE, [("by rule", plan) for plan in rules])
+        return [
+            *sorted((figures for _, figures in best.values()), key=lambda figures: figures.bytes_read),
+            *sorted(by_rule, key=lambda figures: figures.kl)[:1],
+            *self._measured(PlanKind.SEARCHED, [("for another budget", plan) for plan in others]),
+        ]
 
     def round_to_nearest(self, formats: Sequence[WeightFormat]) -> list[PlanFigures]:
         """Measure round-to-nearest, which needs no text, in uniform plans of the bits and block sizes of `formats`."""
         sizes = dict.fromkeys((each.bits, each.block) for each in formats)
+        nearest = [WeightFormat(*size, method=Method.RTN) for size in sizes]
+        return self._measured(PlanKind.NEAREST, [(f"{each} rtn", uniform_plan(self.config, each)) for each in nearest])
+
+    def _measured(self, kind: PlanKind, plans: Sequence[tuple[str, QuantPlan]]) -> list[PlanFigures]:
+        """Figures of named plans."""
         found = []
-        for number, (bits, block) in enumerate(sizes, 1):
-            weight_format = WeightFormat(bits, block, method=Method.RTN)
-            plan = uniform_plan(self.config, weight_format)
-            name = f"{weight_format} rtn"
-            found.append(plan_figures(self.config, plan, name, PlanKind.NEAREST, self.divergence(plan), self.times))
-            self.progress(STAGE, number / len(sizes))
+        for number, (name, plan) in enumerate(plans, 1):
+            found.append(plan_figures(self.config, plan, name, kind, self.divergence(plan), self.times))
+            self.progress(STAGE, number / len(plans))
         return found
 
 

@@ -112,15 +112,6 @@ class DraftFigures:
 
 
 @dataclass(frozen=True)
-class SearchStep:
-    """A plan that a search found, better than those before."""
-
-    generation: int
-    """Its number."""
-    kl: float
-
-
-@dataclass(frozen=True)
 class ModelReport:
     """What an export chose, and what was measured of it."""
 
@@ -147,7 +138,6 @@ class ModelReport:
     """Memory bandwidths in GB/s for which speeds are predicted."""
     drafts: Sequence[DraftFigures]
     budget: str
-    search: Sequence[SearchStep]
     seconds: float
     """Duration of the export."""
     machine: Mapping[str, str]

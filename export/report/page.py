@@ -127,8 +127,6 @@ def plots_of(report: ModelReport) -> list[Plot]:
     drawn = (
         _plans(report.plans, "Size against quality", "MB per token", lambda plan: plan.bytes_read / 1e6, joined=True),
         _plans(report.plans, "Time against quality", "milliseconds per token", lambda plan: plan.milliseconds.get(1)),
-        _passes(report),
-        _search(report),
     )
     return [plot for plot in drawn if plot is not None]
 
@@ -162,39 +160,6 @@ def _plans(
             if kind is PlanKind.UNIFORM:
                 marks.append(Mark("text", "tick", [(place[0] + 6, place[1] - 6)], plan_name.removeprefix("int")))
     return Plot(title, label, "mean KL, nats", x, y, marks, shown)
-
-
-def _passes(report: ModelReport) -> Plot:
-    """Predicted and measured milliseconds of a pass over its width."""
-    speed = report.speed
-    both = {"chosen": ("measured", speed.measured), "uniform": ("predicted", speed.predicted)}
-    series = {css_class: (name, sorted(times.items())) for css_class, (name, times) in both.items() if times}
-    x = axis_for([float(width) for _, points in series.values() for width, _ in points], _LEFT, _RIGHT, zero=True)
-    y = axis_for([ms for _, points in series.values() for _, ms in points], _BOTTOM, _TOP, zero=True)
-    marks: list[Mark] = []
-    for css_class, (name, points) in reversed(series.items()):
-        marks.append(Mark("polyline", css_class, [(x.at(width), y.at(ms)) for width, ms in points]))
-        for width, ms in points:
-            tooltip = f"{name}, {width} tokens: {ms:.4g} ms"
-            marks.append(Mark("circle", css_class, [(x.at(width), y.at(ms))], tooltip))
-    legend = [(css_class, name) for css_class, (name, _) in series.items()]
-    return Plot("A pass over several tokens", "tokens in a pass", "milliseconds", x, y, marks, legend)
-
-
-def _search(report: ModelReport) -> Plot | None:
-    """KL of the best plan, improvement by improvement."""
-    steps = [step for step in report.search if step.kl > 0]
-    if len(steps) < 2:
-        return None
-    x = axis_for([step.generation for step in steps], _LEFT, _RIGHT)
-    y = axis_for([step.kl for step in steps], _BOTTOM, _TOP, log=True)
-    corners: list[tuple[float, float]] = []
-    for step in steps:  # a plan stays the best one until another is found
-        if corners:
-            corners.append((x.at(step.generation), corners[-1][1]))
-        corners.append((x.at(step.generation), y.at(step.kl)))
-    marks = [Mark("polyline", "chosen", corners)]
-    return Plot("The search", "improvement", "mean KL of the best plan, nats", x, y, marks)
 
 
 @dataclass(frozen=True)
@@ -234,8 +199,8 @@ class Axis:
         return math.log10(value) if self.log else value
 
 
-def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Axis:
-    """An axis for all values, which a logarithmic one requires to be positive; `zero` makes it begin at 0."""
+def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = False) -> Axis:
+    """An axis for all values, which a logarithmic one requires to be positive."""
     low, high = min(values), max(values)
     if log:
         low, high = math.log10(low), math.log10(high)
@@ -243,7 +208,7 @@ def axis_for(values: Sequence[float], start: float, end: float, *, log: bool = F
     low, high = low - _MARGIN * spread, high + _MARGIN * spread
     if log:
         return Axis(10.0**low, 10.0**high, start, end, log=True)
-    return Axis(0.0 if zero else low, high, start, end)
+    return Axis(low, high, start, end)
 
 
 def short_number(value: float) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from edgerun.export.calibration.divergence import Divergence
 from edgerun.export.report.figures import (
     DraftFigures,
@@ -11,7 +9,6 @@ from edgerun.export.report.figures import (
     ModelReport,
     PlanFigures,
     PlanKind,
-    SearchStep,
     Speed,
 )
 from edgerun.export.report.text_tasks import TaskFigures
@@ -70,7 +67,6 @@ def whole_report(layers: int = 24) -> ModelReport:
         bandwidths=(25.0, 100.0),
         drafts=[DraftFigures("Qwen2.5-0.1B", DraftBenefit(0.71, 2.34, 0.0088, 0.0052), 16_384, 0.9931)],
         budget="3.5bpw",
-        search=[SearchStep(10 * at, 0.05 + 0.04 * math.exp(-at / 6)) for at in range(24)],
         seconds=913.0,
         machine={"processor": "a processor", "onnxruntime": "1.31.0"},
         notes=["A note."],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 
 from edgerun.export.allocation.allocate import Allocation, allocate, cost_measures
 from edgerun.export.allocation.choices import Sensitivity, measure_sensitivities
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, format_candidates, planned_linears
+from edgerun.export.allocation.format_candidates import (
+    BASE_FORMATS,
+    allowed_formats,
+    format_candidates,
+    planned_linears,
+)
 from edgerun.export.allocation.plan_costs import (
     BYTES_READ,
     Budget,
@@ -50,15 +56,15 @@ def refused(*_: object) -> float:
 
 def test_each_sensitivity_is_measured_once(tmp_path: Path, checkpoint: Path, config: DecoderConfig) -> None:
     """Also that of a format with another method, which compares equal; after an interruption too."""
-    source, linears = Checkpoint(checkpoint), list(planned_linears(config))[:2]
+    source, linears = Checkpoint(checkpoint), [each.name for each in planned_linears(config)][:2]
     text = [np.random.default_rng(seed).integers(0, config.vocab_size, 40) for seed in range(2)]
     formats = [*FORMATS, replace(FORMATS[0], method=Method.RTN)]
     store = QuantizedLinearStore(source, config, tmp_path / "linears")
     quantized: list[str] = []
 
-    def sensitivities(weights: Callable[..., Any]) -> dict[str, tuple[Sensitivity, ...]]:
+    def sensitivities(weights: Callable[..., Any]) -> dict[str, list[Sensitivity]]:
         evaluator = PlanEvaluator(SourceModel(source, config, 64), text, weights, tmp_path / "states")
-        return measure_sensitivities(linears, formats, evaluator.divergence_alone)
+        return measure_sensitivities(list(product(linears, formats)), evaluator.divergence_alone)
 
     def interrupted(linear: FusedLinear, weight_format: WeightFormat) -> Any:
         quantized.append(linear.name)
@@ -71,7 +77,7 @@ def test_each_sensitivity_is_measured_once(tmp_path: Path, checkpoint: Path, con
     found = sensitivities(interrupted)
     assert len(quantized) == 2 * len(formats) + 1
     assert sensitivities(refused) == found
-    assert [each.weight_format for each in found[linears[1].name]] == formats
+    assert [each.weight_format for each in found[linears[1]]] == formats
     (tmp_path / "states" / "mean-kl.json").write_text("damaged", encoding="utf-8")
     with pytest.raises(AssertionError, match="measured again"):
         sensitivities(refused)
@@ -93,7 +99,7 @@ class TestAllocation:
         uniform = uniform_plan(config, WeightFormat(4, 64))
         limit = plan_cost(uniform, BYTES_READ, config)
         budget = Budget(limit * 8 / weight_count(config), Measure.BITS)
-        sensitivities = measure_sensitivities(list(planned_linears(config)), formats, evaluator.divergence_alone)
+        sensitivities = measure_sensitivities(allowed_formats(config, formats), evaluator.divergence_alone)
         arguments = config, sensitivities, (divergence, divergence), budget, cost_measures(budget, config)
         found = allocate(*arguments)
         assert plan_cost(found.plan, BYTES_READ, config) <= limit * (1 + 1e-9)
@@ -150,7 +156,7 @@ def _measured_as_a_whole(
 
     budget = Budget(6.0, Measure.BITS)
     costs = cost_measures(budget, config)
-    sensitivities = measure_sensitivities(list(planned_linears(config)), BASE_FORMATS, alone)
+    sensitivities = measure_sensitivities(allowed_formats(config, BASE_FORMATS), alone)
     return budget, allocate(config, sensitivities, (together, together), budget, costs, measured_ratio)
 
 

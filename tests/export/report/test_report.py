@@ -68,8 +68,8 @@ def test_a_page_is_self_contained_and_complete(layers: int) -> None:
     assert "None" not in text
     words = " ".join(html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL)).split())
     assert "nan" not in words
-    expected = ["50% less than uniform plans of its size", "Size against quality", "Time against quality", "The search"]
-    expected += ["A pass over several tokens", "1.69x", "text sampled from the model itself", "tokens/s at 25 GB/s"]
+    expected = ["50% less than uniform plans of its size", "Size against quality", "Time against quality"]
+    expected += ["1.69x", "text sampled from the model itself", "tokens/s at 25 GB/s"]
     assert [part for part in expected if part not in words] == []
     assert text.count("<tr") > len(report.linears)
     assert len(re.findall(r'class="fill bits\d', text)) == len(report.linears)
@@ -172,9 +172,9 @@ def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path
 positive = st.floats(1e-9, 1e9)
 
 
-@given(st.lists(positive, min_size=1, max_size=5), st.booleans(), st.booleans())
-def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool, zero: bool) -> None:
-    axis = axis_for(values, 300, 20, log=log, zero=zero)
+@given(st.lists(positive, min_size=1, max_size=5), st.booleans())
+def test_axes_hold_every_value_and_have_ticks(values: list[float], log: bool) -> None:
+    axis = axis_for(values, 300, 20, log=log)
     for value in values:
         assert 20 <= axis.at(value) <= 300
     ticks = axis.ticks()
