@@ -11,7 +11,7 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (15_105, 128, 275),
-    "export": (15_986, 136, 183),
+    "export": (15_920, 136, 182),
     "runtime": (24_199, 223, 394),
     "models": (3_314, 30, 40),
 }
