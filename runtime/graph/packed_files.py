@@ -17,11 +17,11 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from ...errors import BundleError
 from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
@@ -31,6 +31,7 @@ from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model, wi
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ..devices.processor import processor
+from .memory import LARGE_PAGE, read_in_large_pages
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, load_session, session_options
 
 RECORD_NAME: Final = "digests.json"
@@ -42,7 +43,6 @@ _PAGES: Final = 64
 _WHOLE_BELOW: Final = 8 << 20
 """Smaller files are hashed whole at every load."""
 _HINT: Final = "run the command again: the model is packed anew"
-_LARGE_PAGE: Final = 2 << 20
 _COPIED_AT_ONCE: Final = 16 << 20
 _PACKED: Final = "prepacked_"
 """Beginning of the keys under which a tensor lists its packed forms: `kernel|offset;length;checksum|...` each."""
@@ -67,6 +67,7 @@ def is_intact(folder: Path) -> bool:
     """
     try:
         if folder.is_dir():
+            read_in_large_pages(folder)  # before samples are, with which small ones would come
             check_folder(folder)
             with suppress(OSError):  # a cache that may only be read
                 os.utime(folder)
@@ -208,36 +209,33 @@ def write_prepacked(graph: Path, destination: Path) -> None:
     unaligned, aligned = (path.with_name(f"{path.name}.data") for path in (packed, destination))
     model = read_model(packed)
     with unaligned.open("rb") as source, aligned.open("wb") as file:
-
-        def copied(start: int, length: int, alignment: int) -> int:
-            place = file.seek(-(-file.tell() // alignment) * alignment)
-            source.seek(start)
-            for done in range(0, length, _COPIED_AT_ONCE):
-                file.write(source.read(min(_COPIED_AT_ONCE, length - done)))
-            return place
-
         for tensor in model.graph.initializer:
             if tensor.data_location == EXTERNAL:
-                move_data(tensor, aligned.name, copied)
+                move_data(tensor, source, file)
     destination.write_bytes(model.SerializeToString())
     for path in (packed, unaligned):
         path.unlink()
 
 
-def move_data(tensor: Message, file_name: str, moved: Callable[[int, int, int], int]) -> None:
-    """Let an external tensor refer to another data file.
+def move_data(tensor: Message, source: BinaryIO, destination: BinaryIO) -> None:
+    """Append the data of an external tensor to another file, packed forms of 2 MB and more at multiples of 2 MB."""
 
-    `moved` gives the new place of bytes, by their place and length, and what it should be a multiple of.
-    """
+    def moved(start: int, length: int, alignment: int) -> str:
+        place = destination.seek(-(-destination.tell() // alignment) * alignment)
+        source.seek(start)
+        for done in range(0, length, _COPIED_AT_ONCE):
+            destination.write(source.read(min(_COPIED_AT_ONCE, length - done)))
+        return str(place)
+
     entries = {each.key: each for each in tensor.external_data}
-    entries["location"].value = file_name
-    entries["offset"].value = str(moved(int(entries["offset"].value), int(entries["length"].value), _PAGE))
+    entries["location"].value = Path(destination.name).name
+    entries["offset"].value = moved(int(entries["offset"].value), int(entries["length"].value), _PAGE)
     for key, entry in entries.items():
         if key.startswith(_PACKED):
             kernel, *buffers = entry.value.split("|")
             for index, buffer in enumerate(buffers):
                 start, length, checksum = buffer.split(";")
-                alignment = _LARGE_PAGE if int(length) >= _LARGE_PAGE else _PAGE
+                alignment = LARGE_PAGE if int(length) >= LARGE_PAGE else _PAGE
                 buffers[index] = f"{moved(int(start), int(length), alignment)};{length};{checksum}"
             entry.value = "|".join([kernel, *buffers])
 

@@ -235,25 +235,20 @@ class PackedWeightsWriter:
             found = next(each for each in read_model(packed).graph.initializer if each.name == _WEIGHTS)
             if found.data_location != EXTERNAL:
                 return tensor(name, integers)
-            start = self._append(data.read_bytes())
+            found.name = name
+            with data.open("rb") as stored:
+                move_data(found, stored, self._file)
         finally:
             for each in (source, packed, data):
                 each.unlink(missing_ok=True)
-        found.name = name
-        move_data(found, self._name, lambda place, *_: start + place)
         return found
 
     def add(self, name: str, array: npt.NDArray[Any]) -> Message:
         """Append an array as it is; returns the tensor, which refers to it in the file."""
         data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-        start = self._append(data)
-        return external_tensor(name, array.dtype, array.shape, location=self._name, offset=start, length=len(data))
-
-    def _append(self, data: bytes) -> int:
-        start = -(-self._file.tell() // _ALIGNMENT) * _ALIGNMENT
-        self._file.seek(start)
+        start = self._file.seek(-(-self._file.tell() // _ALIGNMENT) * _ALIGNMENT)
         self._file.write(data)
-        return start
+        return external_tensor(name, array.dtype, array.shape, location=self._name, offset=start, length=len(data))
 
 
 def quantized_product(inputs: Sequence[str], output: str) -> Message:

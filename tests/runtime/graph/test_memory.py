@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.graph.memory import MappedPages, PageLimit, pages_dropped
+from edgerun.runtime.graph import memory
+from edgerun.runtime.graph.memory import LARGE_PAGE, MappedPages, PageLimit, pages_dropped, read_in_large_pages
 
 SIZE = 4 << 20
 CONTENTS = bytes(range(256)) * (SIZE // 256)
@@ -112,6 +113,47 @@ def test_nothing_of_a_copy_stays_and_while_it_is_read_a_part(file: Path, copy: P
     assert own[:] == CONTENTS
     limit.renew(own_pages, 1, is_copy=False)
     assert resident(file) == 0
+
+
+def test_less_of_a_copy_stays_where_its_pages_are_large(
+    file: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_large_page_bytes", lambda: 1 << 40)
+    (own, own_pages), (other, copy_pages) = mapped(file, copy)
+    both = MappedPages([*own_pages._mappings, *copy_pages._mappings])
+    limit = PageLimit(SIZE * 5, lambda: (both,))
+    limit.renew(both, 1, is_copy=True)
+    assert own[:] == CONTENTS
+    assert other[:] == CONTENTS * 2
+    limit.enforce()
+    assert resident(copy) == 0  # three files are less than seven eighths of five
+    assert resident(file) >= SIZE
+
+
+def test_large_packed_weights_are_read_in_large_pages_if_memory_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the system makes of it depends on the file system; here, what it is told."""
+    (tmp_path / "model.onnx").write_bytes(b"kernel|%d;%d;1f|%d;%d;2e" % (LARGE_PAGE, 2 * LARGE_PAGE, 4096, 5000))
+    with (tmp_path / "model.onnx.data").open("wb") as handle:
+        handle.truncate(3 * LARGE_PAGE + 100)
+    (tmp_path / "shorter.data").write_bytes(b"1")
+    advised: list[tuple[int, ...]] = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, *arguments: int) -> None:
+            advised.append((len(self), *arguments))
+            super().madvise(*arguments)
+
+    monkeypatch.setattr(memory, "mmap", Mapping)
+    monkeypatch.setattr(memory, "available_memory", lambda: 4 * LARGE_PAGE - 1)
+    read_in_large_pages(tmp_path)
+    assert not advised
+    monkeypatch.setattr(memory, "available_memory", lambda: 4 * LARGE_PAGE)
+    read_in_large_pages(tmp_path)
+    size, huge, dropped = 3 * LARGE_PAGE + 100, mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED
+    parts = [(size, dropped, place * LARGE_PAGE, LARGE_PAGE) for place in (1, 2)]
+    assert sorted(advised) == sorted([(1, huge), (size, huge), *parts])
 
 
 def test_packed_weights_are_dropped_while_a_session_is_loaded(copy: Path) -> None:

@@ -47,7 +47,7 @@ def graph_to_load(bundle: Path) -> Path:
 
 def test_prepacked_graph_gives_bit_identical_logits(bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = 1 << 14
-    monkeypatch.setattr(packed_files, "_LARGE_PAGE", page)
+    monkeypatch.setattr(packed_files, "LARGE_PAGE", page)
     copy = graph_to_load(bundle)
     assert copy.parent.parent == cache
     entries = [each for tensor in read_model(copy).graph.initializer for each in tensor.external_data]

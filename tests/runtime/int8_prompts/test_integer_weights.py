@@ -13,6 +13,7 @@ import pytest
 
 from edgerun.models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from edgerun.models.onnx_file.model_messages import GraphProto, model, node, tensor, value_info
+from edgerun.runtime.graph import packed_files
 from edgerun.runtime.int8_prompts.integer_weights import (
     FULL_RANGE,
     NARROW_RANGE,
@@ -142,7 +143,10 @@ def _largest_product_is_exact(folder: Path, limits: IntegerRange) -> bool:
     return bool((result == size * limits.activation * limits.weight).all())
 
 
-def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Path) -> None:
+def test_packed_weights_are_written_with_their_offsets_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_files, "LARGE_PAGE", 1 << 13)
     random = np.random.default_rng(0)
     matrices = [random.integers(-90, 91, (128, 96), np.int8) for _ in range(2)]
     with (tmp_path / "int8.data").open("xb") as file:
@@ -158,6 +162,7 @@ def test_packed_weights_are_written_with_their_offsets_in_the_file(tmp_path: Pat
         packed = next(value for key, value in entries.items() if key.startswith("prepacked_"))
         first, length, _ = packed.partition("|")[2].split(";")
         assert start + matrix.size <= int(first) <= len(data) - int(length)
+        assert int(first) % (1 << 13) == 0
     assert {each.key: each.value for each in scales.external_data}["offset"] == "0"
 
 
