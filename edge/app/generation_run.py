@@ -25,7 +25,6 @@ from ..conversations.answering import (
     takes_calls,
 )
 from ..conversations.records import MessageState, StoredMessage
-from ..tools.call_rounds import ToolCaller
 from ..tools.mcp_connection import ServerTool
 from .app_context import AppContext, read_settings
 from .message_generation import MessageGeneration
@@ -112,7 +111,7 @@ class GenerationRun:
         if chosen := self._context.store.conversation(self._question.conversation).tools:
             self._progress("starting the tools", None)
             self._tools = self._context.tools.offered(chosen, cancellation)
-        if self._tools or self.generations[0].writer.rounds:
+        if self._tools or self.generations[0].rounds:
             for each in self.generations:
                 self._with_calls(each)
                 yield each
@@ -136,7 +135,8 @@ class GenerationRun:
                     pass
 
         try:
-            ToolCaller(context.store, context.tools, self._tools).run(generation, generate)
+            generation.tools = self._tools
+            generation.generate_with_calls(context.tools, generate)
         except CancelledError:
             if not cancellation.cancelled:
                 raise
@@ -158,7 +158,7 @@ class GenerationRun:
         if engine.template is None:
             raise InputError(f"{self._model} has no chat template, so it cannot chat", "choose another model")
         first = generations[0]
-        text, tokens, rounds = first.writer.content, first.writer.tokens or [], first.writer.rounds
+        text, tokens, rounds = first.content, first.tokens or [], first.rounds
         if self._own_tokens and tokens and tokens[-1].get("id") in engine.tokenizer.eos:  # the user has chosen the end
             ended = engine.tokenizer.decode([token["id"] for token in tokens[:-1]])
             first.begin(AnswerParts(ended), tokens[:-1])
@@ -208,12 +208,12 @@ class GenerationRun:
     def _options(
         self, sampling: Mapping[str, Any], engine: Engine, generations: Sequence[MessageGeneration]
     ) -> GenerateOptions:
-        writer = generations[0].writer
+        first = generations[0]
         options = GenerateOptions(
             logprobs=_ALTERNATIVES if read_settings(self._context.store)["token_details"] else None,
-            answer_start=[token["id"] for token in writer.tokens]
-            if writer.tokens and self._own_tokens
-            else writer.content,
+            answer_start=[token["id"] for token in first.tokens]
+            if first.tokens and self._own_tokens
+            else first.content,
             keep_prefix=True,
             tools=[tool.definition(name) for name, tool in self._tools.items()] if takes_calls(engine) else (),
         ).changed(sampling)
@@ -225,5 +225,5 @@ class GenerationRun:
         if len(generations) > 1:
             changes["n"] = len(generations)
         elif options.seed is not None:  # the seed that it has among several answers at a time
-            changes["seed"] = options.seed + self.generations.index(generations[0])
+            changes["seed"] = options.seed + self.generations.index(first)
         return options.changed(changes)

@@ -13,8 +13,7 @@ from ...errors import EdgeError
 from ...runtime.result import Chunk
 from ...runtime.scheduling.request_run import Run
 from ...runtime.tools.answer_parts import AnswerParts
-from ..conversations.answering import MessageWriter
-from ..conversations.records import CallRound, MessageState, ReasoningText, StoredCall, StoredMessage
+from ..conversations.records import CallRound, MessageState, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
 from ..tools.call_rounds import CallingAnswer, Decision
 from .event_channel import EventChannel
@@ -48,12 +47,9 @@ class MessageGeneration(CallingAnswer):
         self.id: Final = message.id
         self.run: Final = run
         self.state_if_cancelled = MessageState.STOPPED
-        self.stats: dict[str, Any] | None = None
         self.ended = False
         """Whether `finish` has begun: no further text comes, but the store may not have the end yet."""
-        self._store: Final = store
         self._events: Final = events
-        self._written = ReasoningText()
         self._lock: Final = threading.Condition()
         """Guards all that follows, and the order of the events of this message."""
         self._decisions: Final[dict[str, Decision]] = {}
@@ -67,29 +63,17 @@ class MessageGeneration(CallingAnswer):
         self._stage_at = 0.0
 
     def begin(self, parts: AnswerParts, tokens: Sequence[Mapping[str, Any]] | None) -> None:
-        """Begin with these parts, before the first chunk; a character that is not complete is not among them.
-
-        Args:
-            parts: what the chunks continue.
-            tokens: the tokens of the parts; None to keep no tokens.
-        """
-        self._written, self.calls, self.state = ReasoningText(), [], None
-        content = self._written.push(parts.reasoning, parts.text)
+        """Begin its next text, and tell the windows where that is not what they have."""
         with self._lock:
-            known = self.writer.content[: self._published]
-            self.writer = MessageWriter(self._store, self.id, content, tokens, self.writer.rounds)
-            self._published = len(content)
-            if content != known:
+            known = self.content[: self._published]
+            super().begin(parts, tokens)
+            self._published = len(self.content)
+            if self.content != known:
                 self._events.publish("message", message=self._as_known(self.message))
 
-    def add(self, chunk: Chunk) -> None:
-        """Add a chunk, keep it, and tell the windows now and then.
-
-        Raises:
-            ConversationError: the message was deleted, or the file cannot be written.
-        """
-        self.calls += chunk.tool_calls
-        self.writer.add(chunk, self._written.push(chunk.reasoning, chunk.text))
+    def add(self, chunk: Chunk) -> str:
+        """Add a piece, and tell the windows now and then."""
+        text = super().add(chunk)
         now = time.monotonic()
         with self._lock:
             if self._first_token is None:
@@ -97,10 +81,11 @@ class MessageGeneration(CallingAnswer):
             self._tokens, self._stage = chunk.completion_tokens, {}
             if now - self._published_at >= _PUBLISH_S:
                 self._publish_pending()
+        return text
 
     def set_rounds(self, rounds: Sequence[CallRound]) -> None:
         """Keep calls of tools, and tell the windows of them."""
-        self.writer.begin_round(rounds)
+        super().set_rounds(rounds)
         with self._lock:
             self._published, self._stage = 0, {}
             self._tokens, self._first_token = 0, None  # what it writes next has a rate of its own
@@ -116,10 +101,10 @@ class MessageGeneration(CallingAnswer):
             self.ended = True
             self._publish_pending()
         try:
-            self.writer.finish(self.state or MessageState.FAILED, self.stats, error)
+            super().finish(error)
         except EdgeError as problem:
             # The disk is full, for example: the windows have the text, and are told that it is not kept.
-            message = replace(self.message, content=self.writer.content, rounds=self.writer.rounds)
+            message = replace(self.message, content=self.content, rounds=self.rounds)
             message = replace(message, state=MessageState.FAILED, error=str(problem))
             self._events.publish("message", message=message)
 
@@ -159,7 +144,7 @@ class MessageGeneration(CallingAnswer):
 
     def _publish_pending(self) -> None:
         """Tell the windows what has been added; the lock is held."""
-        if text := self.writer.content[self._published :]:
+        if text := self.content[self._published :]:
             self._sequence += 1
             self._published_at = time.monotonic()
             self._published += len(text)
@@ -167,7 +152,7 @@ class MessageGeneration(CallingAnswer):
             self._events.publish("delta", **fields, text=text, rate=self._rate())
 
     def _as_known(self, message: StoredMessage) -> StoredMessage:
-        return replace(message, content=self.writer.content[: self._published], rounds=self.writer.rounds)
+        return replace(message, content=self.content[: self._published], rounds=self.rounds)
 
     def _rate(self) -> dict[str, Any]:
         first = self._first_token

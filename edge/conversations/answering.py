@@ -1,10 +1,9 @@
-"""Answers in conversations: the messages that a model reads, and how the store keeps what it writes."""
+"""Answers in conversations: the messages that a model reads, and the statistics that are kept."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,14 +15,12 @@ from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.overflow import Overflow, answer_reserve, most_turns, turns_of
 from ...runtime.prefill import INT8_GRAPH
-from ...runtime.result import Chunk, Stats
+from ...runtime.result import Stats
 from ...runtime.scheduling.request_run import Cancellation
 from ...runtime.text.messages import ChatPrompt
 from ..documents.retrieval import CHARACTERS_PER_TOKEN, attached_file, find_passages
-from ..service.token_objects import token_object
 from .records import (
     Attachment,
-    CallRound,
     MessageState,
     Role,
     StoredMessage,
@@ -33,8 +30,6 @@ from .records import (
 )
 from .store import ConversationStore
 
-CHECKPOINT_S: Final = 1.0
-"""Least time between two checkpoints, in seconds: what a killed process loses of an answer."""
 END_STATES: Final = {
     FinishReason.STOP: MessageState.COMPLETE,
     FinishReason.LENGTH: MessageState.LENGTH,
@@ -47,78 +42,6 @@ _SMALL_TALK: Final = re.compile(
     r"( there| you| edge-run| all)?[\s.!?]*",
     re.IGNORECASE,
 )
-
-
-class MessageWriter:
-    """Writes the pieces of an answer to the store, in checkpoints.
-
-    Args:
-        store: the store.
-        message_id: the answer, a message in the state `writing` or one that goes on.
-        content: its text so far.
-        tokens: its tokens so far; None to keep none.
-        rounds: its calls of tools so far.
-    """
-
-    def __init__(
-        self,
-        store: ConversationStore,
-        message_id: str,
-        content: str = "",
-        tokens: Sequence[Mapping[str, Any]] | None = (),
-        rounds: Sequence[CallRound] = (),
-    ) -> None:
-        self.message_id: Final = message_id
-        self.content = content
-        self.tokens: list[Mapping[str, Any]] | None = None if tokens is None else list(tokens)
-        self.rounds: tuple[CallRound, ...] = tuple(rounds)
-        self._store: Final = store
-        self._due = time.monotonic() + CHECKPOINT_S
-
-    def add(self, chunk: Chunk, text: str | None = None) -> None:
-        """Add a piece, and write a checkpoint if the last one is some time ago.
-
-        Args:
-            chunk: the piece.
-            text: what it adds to the content; None for its text.
-
-        Raises:
-            ConversationError: the answer was deleted, or the file cannot be written.
-        """
-        self.content += chunk.text if text is None else text
-        if self.tokens is not None:
-            self.tokens += map(token_object, chunk.logprobs)
-        if time.monotonic() >= self._due:
-            self._store.write_answer(self.message_id, self.content, self.tokens)
-            self._due = time.monotonic() + CHECKPOINT_S
-
-    def begin_round(self, rounds: Sequence[CallRound]) -> None:
-        """Keep calls of tools and their results; the content begins anew behind them.
-
-        Raises:
-            ConversationError: the answer was deleted, or the file cannot be written.
-        """
-        self.content, self.rounds = "", tuple(rounds)
-        self.tokens = None if self.tokens is None else []
-        self._store.write_answer(self.message_id, "", [], self.rounds)
-
-    def finish(
-        self, state: MessageState, stats: Mapping[str, Any] | None = None, error: str | None = None
-    ) -> StoredMessage:
-        """Write the whole answer.
-
-        Args:
-            state: how it ended.
-            stats: what `stats_object` returns.
-            error: why it failed, in a sentence.
-
-        Raises:
-            ConversationError: the file cannot be written.
-        """
-        tokens = self.tokens or ()
-        if stats is not None and tokens:
-            stats = {**stats, "tokens": len(tokens)}  # those that it began with, too
-        return self._store.finish_answer(self.message_id, self.content, state, tokens=tokens, stats=stats, error=error)
 
 
 def stats_object(stats: Stats, trimmed: Sequence[str] = (), *, no_passage: bool = False) -> dict[str, Any]:

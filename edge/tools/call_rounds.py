@@ -1,35 +1,39 @@
-"""Calls of tools that an answer asks for: the user decides about each, and the model reads the results."""
+"""An answer that is written, and its calls of tools: the user decides about each, and the model reads the results."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import structs
 
 from ...errors import CancelledError
+from ...runtime.result import Chunk
 from ...runtime.scheduling.request_run import Cancellation
+from ...runtime.tools.answer_parts import AnswerParts
 from ...runtime.tools.calls import ToolCallDelta, joined_calls
 from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
-from ..conversations.answering import MessageWriter
 from ..conversations.conversation_table import parsed
-from ..conversations.records import CallRound, CallState, MessageState, StoredCall, StoredMessage
+from ..conversations.records import CallRound, CallState, MessageState, ReasoningText, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
+from ..service.token_objects import token_object
 from .mcp_connection import ServerTool
 from .tool_servers import ToolServers
 
+CHECKPOINT_S: Final = 1.0
+"""Least time between two checkpoints, in seconds: what a killed process loses of an answer."""
 Decision: TypeAlias = Literal["run", "always", "refuse"]
 """What becomes of a call; `always` also makes later calls of the tool in the conversation."""
 
 
 class CallingAnswer(ABC):
-    """An answer that is being written, and may ask for calls.
+    """An answer that is written to the store, in checkpoints, and may ask for calls.
 
     Args:
         store: keeps it.
-        message: the message in the store, with what it begins with.
+        message: the message in the store, in the state `writing` or one that goes on, with what it begins with.
         tokens: stored tokens of what it begins with; None to keep none.
     """
 
@@ -39,19 +43,74 @@ class CallingAnswer(ABC):
         self.message = message
         self.conversation: Final = message.conversation
         self.cancellation: Final = Cancellation()
-        self.writer = MessageWriter(store, message.id, message.content, tokens, message.rounds)
+        self.content = message.content
+        """Its text so far, behind the calls."""
+        self.tokens = None if tokens is None else list(tokens)
+        """Objects of the tokens of the content."""
+        self.rounds = message.rounds
+        """Its calls so far."""
+        self.tools: Mapping[str, ServerTool] = {}
+        """The tools that are offered, by the names for the model."""
         self.calls: list[ToolCallDelta] = []
         """The calls that its last text ended with."""
         self.state: MessageState | None = None
         """How its last text has ended; None while it is generated."""
+        self.stats: dict[str, Any] | None = None
+        """What `stats_object` returned for it."""
+        self._store: Final = store
+        self._written = ReasoningText()
+        self._due = time.monotonic() + CHECKPOINT_S
 
-    @abstractmethod
-    def set_rounds(self, rounds: Sequence[CallRound]) -> None:
-        """Keep calls of tools, and show them; the content begins anew behind them.
+    def begin(self, parts: AnswerParts, tokens: Sequence[Mapping[str, Any]] | None) -> None:
+        """Begin its next text with these parts, before the first chunk; an incomplete character is not among them.
+
+        Args:
+            parts: what the chunks continue.
+            tokens: the tokens of the parts; None to keep no tokens.
+        """
+        self._written, self.calls, self.state = ReasoningText(), [], None
+        self.content = self._written.push(parts.reasoning, parts.text)
+        self.tokens = None if tokens is None else list(tokens)
+
+    def add(self, chunk: Chunk) -> str:
+        """Add a piece, and write a checkpoint if the last one is some time ago; returns what it adds to the content.
 
         Raises:
-            ConversationError: the message was deleted, or the file cannot be written.
+            ConversationError: the answer was deleted, or the file cannot be written.
         """
+        text = self._written.push(chunk.reasoning, chunk.text)
+        self.content += text
+        self.calls += chunk.tool_calls
+        if self.tokens is not None:
+            self.tokens += map(token_object, chunk.logprobs)
+        if time.monotonic() >= self._due:
+            self._store.write_answer(self.message.id, self.content, self.tokens)
+            self._due = time.monotonic() + CHECKPOINT_S
+        return text
+
+    def set_rounds(self, rounds: Sequence[CallRound]) -> None:
+        """Keep calls of tools and their results, and show them; the content begins anew behind them.
+
+        Raises:
+            ConversationError: the answer was deleted, or the file cannot be written.
+        """
+        self.content, self.rounds = "", tuple(rounds)
+        self.tokens = None if self.tokens is None else []
+        self._store.write_answer(self.message.id, "", [], self.rounds)
+
+    def finish(self, error: str | None = None) -> None:
+        """Write the whole answer.
+
+        Args:
+            error: why it failed, in a sentence.
+
+        Raises:
+            ConversationError: the file cannot be written.
+        """
+        stats, tokens, state = self.stats, self.tokens or (), self.state or MessageState.INTERRUPTED
+        if stats is not None and tokens:
+            stats = {**stats, "tokens": len(tokens)}  # those that it began with, too
+        self._store.finish_answer(self.message.id, self.content, state, tokens=tokens, stats=stats, error=error)
 
     @abstractmethod
     def wait_for_decision(self, call: StoredCall) -> Decision:
@@ -61,58 +120,46 @@ class CallingAnswer(ABC):
             CancelledError: the answer was cancelled.
         """
 
-
-@dataclass(frozen=True)
-class ToolCaller:
-    """Makes the calls of answers."""
-
-    store: ConversationStore
-    servers: ToolServers
-    tools: Mapping[str, ServerTool]
-    """The tools that are offered, by the names for the model."""
-
-    def run(self, answer: CallingAnswer, generate: Callable[[], object]) -> None:
-        """Generate an answer and make the calls that it asks for, until it asks for none.
+    def generate_with_calls(self, servers: ToolServers, generate: Callable[[], object]) -> None:
+        """Generate the answer and make the calls that it asks for, until it asks for none.
 
         Args:
-            answer: the answer; calls that it has already, without results, are made first.
-            generate: generates its next text, and sets `calls` and `state`.
+            servers: make the calls; those that the answer has already, without results, are made first.
+            generate: generates its next text, and sets `state`.
 
         Raises:
             CancelledError: it was cancelled; calls without results wait again.
             EdgeError: it cannot be generated, or kept.
         """
         for _ in range(MAX_ROUNDS):
-            writer = answer.writer
-            if writer.rounds and not writer.rounds[-1].decided and not writer.content:
-                self._make_calls(answer)
+            if self.rounds and not self.rounds[-1].decided and not self.content:
+                self._make_calls(servers)
             generate()
-            calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(answer.calls))
+            calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(self.calls))
             if not calls:
                 return
-            writer = answer.writer
-            answer.set_rounds([*writer.rounds, CallRound(writer.content.strip(), calls)])
-            if answer.state is not MessageState.COMPLETE:
+            self.set_rounds([*self.rounds, CallRound(self.content.strip(), calls)])
+            if self.state is not MessageState.COMPLETE:
                 return
-        answer.state = MessageState.LENGTH
+        self.state = MessageState.LENGTH
 
-    def _make_calls(self, answer: CallingAnswer) -> None:
+    def _make_calls(self, servers: ToolServers) -> None:
         """Make the calls of the last round that have no results, one after another."""
         try:
-            for call in answer.writer.rounds[-1].calls:
+            for call in self.rounds[-1].calls:
                 if call.result is None:
-                    self._make(answer, call)
+                    self._make(servers, call)
         except CancelledError:
-            *before, last = answer.writer.rounds
-            answer.set_rounds([*before, last.undecided()])
+            *before, last = self.rounds
+            self.set_rounds([*before, last.undecided()])
             raise
 
-    def _make(self, answer: CallingAnswer, call: StoredCall) -> None:
+    def _make(self, servers: ToolServers, call: StoredCall) -> None:
         def show(state: CallState, result: str | None = None) -> None:
-            *before, last = answer.writer.rounds
+            *before, last = self.rounds
             changed = structs.replace(call, state=state, result=result)
             calls = tuple(changed if each.id == call.id else each for each in last.calls)
-            answer.set_rounds([*before, structs.replace(last, calls=calls)])
+            self.set_rounds([*before, structs.replace(last, calls=calls)])
 
         tool = self.tools.get(call.name)
         values = values if isinstance(values := parsed(call.arguments, {}), dict) else {}
@@ -120,15 +167,15 @@ class ToolCaller:
         if tool is None or problem:
             show(CallState.FAILED, f"error: {problem}")
             return
-        allowed = self.store.conversation(answer.conversation).allowed_tools
+        allowed = self._store.conversation(self.conversation).allowed_tools
         if tool.id not in allowed:
-            decision = answer.wait_for_decision(call)
+            decision = self.wait_for_decision(call)
             if decision == "refuse":
                 show(CallState.REFUSED, DECLINED)
                 return
             if decision == "always":
-                self.store.change(answer.conversation, allowed_tools=[*allowed, tool.id])
-        answer.cancellation.check()
+                self._store.change(self.conversation, allowed_tools=[*allowed, tool.id])
+        self.cancellation.check()
         show(CallState.RUNNING)
-        text, failed = self.servers.call(tool, values, answer.cancellation)
+        text, failed = servers.call(tool, values, self.cancellation)
         show(CallState.FAILED if failed else CallState.DONE, text)

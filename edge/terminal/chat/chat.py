@@ -31,14 +31,12 @@ from ...conversations.records import (
     Attachment,
     Conversation,
     MessageState,
-    ReasoningText,
     Role,
     StoredMessage,
     parted,
     source_lines,
 )
 from ...conversations.store import ConversationStore
-from ...tools.call_rounds import ToolCaller
 from ...tools.tool_servers import ToolServers
 from ...tools.tool_settings import ToolServer
 from ..answer_report import show_rounds, stats_line
@@ -180,7 +178,7 @@ class Chat:
         try:
             self._write(answer)
         finally:
-            if not answer.writer.content and not answer.writer.rounds and answer.state is not MessageState.COMPLETE:
+            if not answer.content and not answer.rounds and answer.state is not MessageState.COMPLETE:
                 self.store.delete_message(answer.message.id)
 
     def continue_answer(self, message: StoredMessage) -> None:
@@ -192,7 +190,7 @@ class Chat:
         self.show_message(message)
         answer = ChatAnswer(self.store, message, self.reader.ask, self.note)
         self._write(answer)
-        if (answer.writer.content, answer.writer.rounds) == (message.content, message.rounds):
+        if (answer.content, answer.rounds) == (message.content, message.rounds):
             self.note("nothing follows: the model ends its answer here")
 
     def options(self) -> GenerateOptions:
@@ -332,7 +330,7 @@ class Chat:
                     answer.tools = self.tools.offered(chosen, answer.cancellation)
                 if len(answer.tools) < len(chosen) or (chosen and not takes_calls(self.model.engine)):
                     self.note("not all tools of this conversation are offered; /tools says why")
-                ToolCaller(self.store, self.tools, answer.tools).run(answer, lambda: self._generate(answer))
+                answer.generate_with_calls(self.tools, lambda: self._generate(answer))
         except CancelledError:
             answer.state = MessageState.STOPPED
         except EdgeError as problem:
@@ -340,11 +338,11 @@ class Chat:
             raise
         finally:
             self.interrupts.take()
-            answer.writer.finish(answer.state or MessageState.INTERRUPTED, answer.described, error)
+            answer.finish(error)
         self._report(answer)
         for line in source_lines(self.store.message(answer.message.id).passages):
             self.note(line)
-        if (answer.described or {}).get("no_passage"):
+        if (answer.stats or {}).get("no_passage"):
             self.note(NO_PASSAGE)
 
     def _generate(self, answer: ChatAnswer) -> None:
@@ -353,37 +351,33 @@ class Chat:
         Raises:
             EdgeError: it failed; what was generated is kept.
         """
-        engine, writer = self.model.engine, answer.writer
-        answer.calls, answer.state, answer.stats, answer.described = [], None, None, None
+        engine = self.model.engine
+        answer.state, answer.last_stats, answer.stats = None, None, None
         tools = [tool.definition(name) for name, tool in answer.tools.items()] if takes_calls(engine) else []
         # Without tools, what is stored is what the model writes, because it goes on later.
-        parts = {"answer_start": writer.content, "tools": tools, "parse_answer": bool(tools)}
+        parts = {"answer_start": answer.content, "tools": tools, "parse_answer": bool(tools)}
         options = self.options().changed(parts)
         progress, embedding_model = self.model.progress, self.settings.embedding_model
         with progress:
             messages, no_passage = read_with_passages(
                 engine, self.store, [answer.message], options, progress, answer.cancellation, embedding_model
             )
-        if writer.rounds:
-            messages.append(replace(answer.message, content="", rounds=writer.rounds))
+        if answer.rounds:
+            messages.append(replace(answer.message, content="", rounds=answer.rounds))
         fit = self._fit(messages, options)
         stream = engine.answer(fit.prompt, options)
         view = RawView() if self.raw else MarkdownView(self.console)
-        written = ReasoningText()
-        written.push(stream.start_parts.reasoning, stream.start_parts.text)
+        answer.begin(stream.start_parts, None)
         with self.model.progress, answer.cancellation.reading(stream), closing(view):
             for chunk in stream:
-                text = written.push(chunk.reasoning, chunk.text)
-                view.write(text)
-                writer.add(chunk, text)
-                answer.calls += chunk.tool_calls
+                view.write(answer.add(chunk))
                 if chunk.stats is not None and chunk.finish_reason is not None:
-                    answer.stats, answer.state = chunk.stats, END_STATES[chunk.finish_reason]
-                    answer.described = stats_object(chunk.stats, fit.trimmed, no_passage=no_passage)
+                    answer.last_stats, answer.state = chunk.stats, END_STATES[chunk.finish_reason]
+                    answer.stats = stats_object(chunk.stats, fit.trimmed, no_passage=no_passage)
 
     def _report(self, answer: ChatAnswer) -> None:
         """Say how an answer ended."""
-        stats, options = answer.stats, self.options()
+        stats, options = answer.last_stats, self.options()
         if answer.state is MessageState.STOPPED:
             self.note("stopped")
         elif answer.calls and answer.state is MessageState.LENGTH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from ....errors import CancelledError
 from ....models.user_text import on_one_line
@@ -11,7 +11,6 @@ from ....runtime.result import Stats
 from ...conversations.records import CallRound, CallState, StoredCall, StoredMessage
 from ...conversations.store import ConversationStore
 from ...tools.call_rounds import CallingAnswer, Decision
-from ...tools.mcp_connection import ServerTool
 
 _QUESTION: Final = "run this? y = once, a = always in this conversation, n = refuse: "
 _DECISIONS: Final[Mapping[str, Decision]] = {"y": "run", "a": "always", "n": "refuse"}
@@ -33,12 +32,8 @@ class ChatAnswer(CallingAnswer):
         self, store: ConversationStore, message: StoredMessage, ask: Callable[[str], str], note: Callable[[str], None]
     ) -> None:
         super().__init__(store, message, None)
-        self.tools: Mapping[str, ServerTool] = {}
-        """The tools that are offered, by the names for the model."""
-        self.stats: Stats | None = None
+        self.last_stats: Stats | None = None
         """Statistics of its last text."""
-        self.described: dict[str, Any] | None = None
-        """The statistics as they are kept."""
         self._ask: Final = ask
         self._note: Final = note
         made = [call for each in message.rounds for call in each.calls if call.result is not None]
@@ -46,7 +41,7 @@ class ChatAnswer(CallingAnswer):
 
     def set_rounds(self, rounds: Sequence[CallRound]) -> None:
         """Keep the calls so far, and show the calls that are made, and their results."""
-        self.writer.begin_round(rounds)
+        super().set_rounds(rounds)
         for call in rounds[-1].calls:
             if call.state is not CallState.WAITING:
                 self._show(call, None)

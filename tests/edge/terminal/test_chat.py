@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 import pytest
 
 import edgerun
-from edgerun.edge.conversations.answering import MessageWriter
 from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.terminal.chat.chat import Chat, ChatSettings
 from edgerun.edge.terminal.chat.chat_model import ChatModel
 from edgerun.edge.terminal.chat.prompt_reader import ChatInterrupts
+from edgerun.edge.tools.call_rounds import CallingAnswer
 from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
 from support.commands import Patch
@@ -232,10 +232,11 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
     def fail(*_arguments: Any, **_options: Any) -> Any:
         raise DeviceError("the device is gone", "start again")
 
-    def fail_after_text(writer: MessageWriter, chunk: edgerun.Chunk, text: str) -> None:
-        writer.content += text
-        if writer.content:
+    def fail_after_text(answer: CallingAnswer, chunk: edgerun.Chunk) -> str:
+        answer.content += chunk.text
+        if answer.content:
             fail()
+        return ""
 
     attached = Attachment("notes.txt", "the other")
     with ConversationStore.in_memory() as store, ExitStack() as stack:
@@ -249,7 +250,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
         elif failing == "the model at once":
             monkeypatch.setattr(model.engine, "answer", fail)
         else:
-            monkeypatch.setattr(MessageWriter, "add", fail_after_text)
+            monkeypatch.setattr(CallingAnswer, "add", fail_after_text)
         chat.attachments.append(attached)
         with pytest.raises(EdgeError, match="the device is gone"):
             chat.say("the other")
