@@ -54,7 +54,7 @@ def served(engine: Engine, model: Path) -> Iterator[tuple[int, Callable[[], floa
     pool = ModelPool([str(model)], lambda _path, _progress: engine)
     listening = bound_socket("127.0.0.1", 0)
     service = RequestService(pool, ServerSettings())
-    server = DrainingServer(asgi_app(service), service, service.settings, 0.0)
+    server = DrainingServer(asgi_app(service), service, 0.0)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import EdgeError, InputError
 from ...runtime.devices.processor import usable_cores
 from ...version import __version__
-from ..conversations.records import Change, ChangeKind, MessageState, Preset
+from ..conversations.records import ChangeKind, MessageState, Preset
 from ..conversations.store import KEPT_DAYS
 from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
 from ..server.endpoints import RequestService
@@ -41,8 +41,8 @@ _POLL_S: Final = 1.0
 """Seconds between two looks for what other processes have written."""
 
 
-class AppService:
-    """The state of one running app.
+class AppService(RequestService):
+    """The state of one running app: requests of other programs to its APIs, and what the page works with.
 
     Args:
         context: the conversations, the models and the windows; the models are closed with the service.
@@ -50,6 +50,7 @@ class AppService:
     """
 
     def __init__(self, context: AppContext, access: AppAccess) -> None:
+        super().__init__(context.pool, context.settings)
         self.context: Final = context
         self.access: Final = access
         self.generations: Final = Generations(context)
@@ -60,19 +61,17 @@ class AppService:
         self._ending: Final = threading.Event()
         self._watching: Final = threading.Thread(target=self._watch, name="edge-run changes", daemon=True)
         self._watching.start()
-        self.requests: Final = RequestService(context.pool, context.settings)
-        """Requests of other programs to the OpenAI-compatible API."""
 
     @property
     def busy(self) -> bool:
         """Whether an answer is in progress."""
-        return self.requests.busy or self.generations.busy
+        return super().busy or self.generations.busy
 
     def drain(self) -> None:
         """Begin no further answers, and end those in progress after their current pass, as interrupted."""
         self.access.ending = True
-        self.requests.drain()
-        self.requests.cancel_all()
+        super().drain()
+        super().cancel_all()
         self.generations.interrupt_all()
 
     def cancel_all(self) -> None:
@@ -88,21 +87,21 @@ class AppService:
         self._watching.join()
         self.models.close()
         self.context.tools.close()
-        self.requests.close()
+        super().close()
 
-    def _publish(self, change: Change) -> None:
+    def _publish(self, kind: ChangeKind, conversation_id: str, message_id: str) -> None:
         """Tell the windows that listen of a change of the store by this process, in the thread that made it."""
         store, events = self.context.store, self.context.events
         if not events.listening:
             return
         try:
-            match change.kind:
+            match kind:
                 case ChangeKind.CONVERSATION:
-                    events.publish("conversation", conversation=store.conversation(change.conversation_id))
+                    events.publish("conversation", conversation=store.conversation(conversation_id))
                 case ChangeKind.CONVERSATION_DELETED:
-                    events.publish("conversation_deleted", id=change.conversation_id)
+                    events.publish("conversation_deleted", id=conversation_id)
                 case ChangeKind.MESSAGE:
-                    message = store.message(change.message_id)
+                    message = store.message(message_id)
                     live = self.generations.live(message.id)
                     if live is None or message.state is not MessageState.WRITING:
                         events.publish("message", message=message)
@@ -110,7 +109,7 @@ class AppService:
                         with live.snapshot(message) as (shown, _):
                             events.publish("message", message=shown)
                 case ChangeKind.MESSAGE_DELETED:
-                    events.publish("message_deleted", id=change.message_id, conversation=change.conversation_id)
+                    events.publish("message_deleted", id=message_id, conversation=conversation_id)
                 case _:
                     events.publish("settings")
         except EdgeError as error:
@@ -149,7 +148,7 @@ def chat_app(service: AppService) -> ASGIApp:
         ],
         service.close,
     )
-    programs = asgi_app(service.requests, Middleware(Guard, _file_refusal))
+    programs = asgi_app(service, Middleware(Guard, _file_refusal))
     paths = [route for route in programs.routes if isinstance(route, ProtocolRoute)]
 
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:

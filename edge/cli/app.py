@@ -118,7 +118,7 @@ def _server(
     # Checks of exactness compare texts whose prompts were read by the model's own graph.
     shared |= {"prefill": PrefillMode.PLAIN.value}
     service = AppService(AppContext(store, pool, events, settings, tools, shared, embedding_model), access)
-    server = DrainingServer(chat_app(service), service, settings, _DRAIN_S)
+    server = DrainingServer(chat_app(service), service, _DRAIN_S)
     announce(folder, port, access)
     return server, open_url(port, access.new_token())
 

@@ -100,9 +100,7 @@ def _with_documents(
 
 def _chat(model: str | None, chosen: RunOptions, options: GenerateOptions, load: LoadOptions) -> int:
     """Chat; returns the exit code."""
-    from ..documents.retrieval import document_paths
-    from ..terminal.chat.opening import ChatSettings, open_chat
-    from ..tools.tool_settings import configured_servers
+    from ..terminal.chat.opening import open_chat
 
     def open_named(name: str | None, progress: Progress) -> Engine:
         named = load
@@ -110,19 +108,7 @@ def _chat(model: str | None, chosen: RunOptions, options: GenerateOptions, load:
             named = replace(load, tokenizer=None, draft=None if load.draft is None else "auto")
         return open_model(name, named, progress=progress)
 
-    settings = ChatSettings(
-        replace(options, system=None),
-        options.system,
-        chosen.resume,
-        chosen.conversation,
-        latest=chosen.continue_,
-        saving=chosen.save,
-        documents=document_paths(chosen.documents or ()),
-        embedding_model=chosen.embedding_model,
-        show_stats=chosen.stats,
-        tools=configured_servers(chosen.tools) if chosen.tools else (),
-    )
-    return open_chat(open_named, model, settings)
+    return open_chat(open_named, model, chosen, options)
 
 
 def _read_options(

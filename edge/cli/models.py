@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ...errors import EdgeError, InputError
+from ...errors import InputError
 from ...models.find import BUNDLED_MODEL, exported_models, named_models
 from ...models.hub.downloaded_model import DownloadedModel, HubId, parse_hub_id
 from ...models.hub.local_store import Store, models_root, stores
@@ -80,16 +78,9 @@ def _entry(repo: str, variant: str, commit: str, size: int, last_used: str | Non
         "bytes": size,
         "last_used": last_used,
         "path": path,
-        "capabilities": _capabilities(Path(path)),
+        "capabilities": capabilities_at(Path(path)),
         "unfinished": False,
     }
-
-
-def _capabilities(path: Path) -> Sequence[str]:
-    """What a model is for; nothing for unfinished downloads and checkpoints for an export."""
-    with suppress(EdgeError, OSError):
-        return capabilities_at(path)
-    return ()
 
 
 def _shown(model: dict[str, Any]) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def serve(
         with showing_tracebacks(given["debug"]), announced(local):
             write_error(f"edge-run: serving {names} at {base}/v1 (Ctrl-C ends it)")
             write_error(f"edge-run: try: {_curl(base, settings.api_key, options.api_key_file)}")
-            DrainingServer(asgi_app(service), service, settings, options.drain).run([listening])
+            DrainingServer(asgi_app(service), service, options.drain).run([listening])
 
 
 def _api_key(option: str | None, file: Path | None) -> str | None:

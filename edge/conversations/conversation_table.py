@@ -18,7 +18,6 @@ from .records import (
     MAX_TITLE,
     MAX_TOOLS,
     SAMPLING_FIELDS,
-    Change,
     ChangeKind,
     Conversation,
     Preset,
@@ -56,13 +55,13 @@ def writes(method: _Method) -> _Method:
         if table.database.in_transaction:
             return method(table, *args, **kwargs)
 
-        def change(_: sqlite3.Connection) -> tuple[Any, list[Change]]:
+        def change(_: sqlite3.Connection) -> tuple[Any, list[tuple[ChangeKind, str, str]]]:
             table.noted = []
             return method(table, *args, **kwargs), table.noted
 
         result, noted = table.database.write(change)
         for each in noted:
-            table.listener(each)
+            table.listener(*each)
         return result
 
     return cast("_Method", call)
@@ -77,14 +76,15 @@ class ConversationTable:
 
     def __init__(self, database: ConversationDatabase) -> None:
         self.database: Final = database
-        self.noted: list[Change] = []
+        self.noted: list[tuple[ChangeKind, str, str]] = []
         """Changes that the listener is told of after the transaction."""
-        self.listener: Callable[[Change], None] = lambda _: None
-        """Called after every change that this store makes, in the thread that makes it."""
+        self.listener: Callable[[ChangeKind, str, str], None] = lambda *_: None
+        """Called after every change that this store makes, in the thread that makes it, with what was changed, and the ids
+        of the conversation and the message, or empty texts."""
 
     def note(self, kind: ChangeKind, conversation_id: str = "", message_id: str = "") -> None:
         """Note what the transaction changes."""
-        self.noted.append(Change(kind, conversation_id, message_id))
+        self.noted.append((kind, conversation_id, message_id))
 
     def sql(self, statement: str, *values: Any) -> sqlite3.Cursor:
         """Run a statement within the transaction of a method that reads or writes."""

@@ -287,15 +287,6 @@ class ChangeKind(StrEnum):
     SETTINGS = "settings"
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that this process made to the store."""
-
-    kind: ChangeKind
-    conversation_id: str = ""
-    message_id: str = ""
-
-
 def message_text(message: StoredMessage) -> str:
     """The text of a message as the model reads it: its files, each in a fence with its name, then the content.
 

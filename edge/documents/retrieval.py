@@ -126,8 +126,8 @@ def passage_encoder(wanted: str | None) -> Encoder | None:
     if wanted is not None:
         return None if wanted == NO_MODEL else _loaded(find_model(wanted))
     for entry in OfferedModels([]).entries():
-        with suppress(EdgeError, OSError):
-            if "embedding" in capabilities_at(Path(entry.source)):
+        if "embedding" in capabilities_at(Path(entry.source)):
+            with suppress(EdgeError, OSError):
                 return _loaded(Path(entry.source))
     return None
 

@@ -24,7 +24,7 @@ from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
 from ..service.pooled_model import ModelState
-from ..service.text_bodies import DetokenizeBody, TokenizeRequest
+from ..service.text_bodies import DetokenizeBody, TokenizeBody
 from . import protocol
 from .connection import MAX_REQUESTS, Call, Connection, Handler
 from .line_transport import MAX_UNREAD_BYTES, STDIN, LineWriter, binary, read_lines, take_over_stdout
@@ -129,7 +129,7 @@ class ModelMethods:
             found = model.score(params.query, texts, instruction=params.instruction, cancelled=stopped)
             return protocol.RankResult(scores=found.scores.tolist())
 
-    def _tokenize(self, call: Call, request: TokenizeRequest) -> protocol.TokenizeResult:
+    def _tokenize(self, call: Call, request: TokenizeBody) -> protocol.TokenizeResult:
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
             shown = engine.tokenizer.token_bytes.shown

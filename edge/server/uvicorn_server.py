@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from types import FrameType
-from typing import ClassVar, Final, Protocol, cast
+from typing import ClassVar, Final, cast
 
 import h11
 import uvicorn
@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InputError
+from .endpoints import RequestService
 from .http_messages import RETRY_AFTER_S
 from .http_protocol import OPENAI, RefusedError, encode_json
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
@@ -66,32 +67,18 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-class DrainedService(Protocol):
-    """The answers behind an application, as the end of its server sees them."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is in progress."""
-
-    def drain(self) -> None:
-        """Begin no further answers."""
-
-    def cancel_all(self) -> None:
-        """End all answers soon."""
-
-
 class DrainingServer(uvicorn.Server):
     """A server that answers requests until a signal, and finishes running answers; `run` runs it on a socket.
 
     Args:
         app: the application, whose lifespan ends with the server.
-        service: its answers.
-        settings: limits of connections.
+        service: its answers, and limits of connections.
         drain_s: seconds for which answers that have begun may go on after the signal. A second signal ends the process
             at once.
     """
 
-    def __init__(self, app: ASGIApp, service: DrainedService, settings: ServerSettings, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, service: RequestService, drain_s: float) -> None:
+        settings = service.settings
         # Its warnings are about requests that are not HTTP, of which anybody can send any number.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         connection = type("GuardedConnection", (GuardedConnection,), {"settings": settings})

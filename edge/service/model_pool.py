@@ -87,21 +87,13 @@ class ModelPool(AbstractContextManager["ModelPool"]):
                 return model.entry
 
     @contextmanager
-    def use(
-        self,
-        name: str | None,
-        progress: Progress = silent,
-        *,
-        cancellation: Cancellation | None = None,
-        kept: bool = False,
-        keep_s: float | None = None,
-    ) -> Iterator[Engine]:
+    def use(self, name: str | None, progress: Progress = silent, **how: Any) -> Iterator[Engine]:
         """Use a language model; arguments and errors as for `use_any`.
 
         Raises:
             RequestError: the model is an encoder.
         """
-        with self.use_any(name, progress, cancellation=cancellation, kept=kept, keep_s=keep_s) as model:
+        with self.use_any(name, progress, **how) as model:
             if not isinstance(model, Engine):
                 what = f"{self.offered.find(name).id} is an encoder, which makes vectors or scores of texts and no text"
                 raise invalid("model", what, "choose a language model")

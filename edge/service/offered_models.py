@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from ...errors import EdgeError
 from ...models.bundle import Bundle, unchecked_bundle
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
@@ -116,9 +117,15 @@ class OfferedModels:
         return sum(file.stat().st_size for file in dict.fromkeys(files) if file.is_file())
 
 
-@cache
 def capabilities_at(path: Path) -> Sequence[str]:
-    """What the model at a path is for; errors as for `capabilities`, or of files that cannot be read."""
+    """What the model at a path is for; nothing where its files do not say it, as those of unfinished downloads."""
+    with suppress(EdgeError, OSError):
+        return _read_capabilities(path)
+    return ()
+
+
+@cache
+def _read_capabilities(path: Path) -> Sequence[str]:
     graph, _, folder = find_graph(path, None, DeviceKind.CPU)
     return capabilities(unchecked_bundle(graph, folder))
 

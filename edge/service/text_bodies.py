@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
 from msgspec import Meta
@@ -211,29 +210,6 @@ class EmbeddingBody(StrictStruct):
             )
 
 
-@dataclass(frozen=True)
-class TokenizeRequest:
-    """A text or a conversation to turn into token ids."""
-
-    model: str | None
-    prompt: str | Sequence[Mapping[str, Any]]
-    """A text, or messages."""
-    options: GenerateOptions
-    """Tools and variables of the chat template."""
-    add_special: bool = False
-    with_pieces: bool = False
-
-    def encode(self, engine: Engine) -> list[int]:
-        """The token ids.
-
-        Raises:
-            TemplateError: the model has no chat template, or it refuses the messages.
-        """
-        if isinstance(self.prompt, str):
-            return engine.tokenizer.encode(self.prompt, add_special_tokens=self.add_special)
-        return engine.chat_prompt(self.prompt, self.options).ids
-
-
 class TokenizeBody(StrictStruct):
     """Body of a request for token ids."""
 
@@ -248,9 +224,11 @@ class TokenizeBody(StrictStruct):
     tools: Annotated[list[FunctionTool] | None, about("Functions, for the chat template.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
 
-    def request(self) -> TokenizeRequest:
-        """The text or the conversation."""
-        text = same(self, "content", "prompt")
+    def request(self) -> TokenizeBody:
+        """The body, with one name for what has two."""
+        text = self.content = same(self, "content", "prompt")
+        self.add_special = same(self, "add_special", "add_special_tokens")
+        self.with_pieces = same(self, "with_pieces", "return_token_strs")
         if (text is None) == (self.messages is None):
             raise RequestError(
                 "there is neither a text nor messages" if text is None else "there are a text and messages",
@@ -259,13 +237,19 @@ class TokenizeBody(StrictStruct):
                 param="content",
             )
         check_option("template_variables", self.chat_template_kwargs, "chat_template_kwargs")
-        return TokenizeRequest(
-            model=self.model,
-            prompt=text if self.messages is None else conversation(self.messages),
-            options=GenerateOptions(tools=tool_mappings(self.tools), template_variables=self.chat_template_kwargs),
-            add_special=bool(same(self, "add_special", "add_special_tokens")),
-            with_pieces=bool(same(self, "with_pieces", "return_token_strs")),
-        )
+        return self
+
+    def encode(self, engine: Engine) -> list[int]:
+        """The token ids.
+
+        Raises:
+            RequestError: the messages do not fit together.
+            TemplateError: the model has no chat template, or it refuses the messages.
+        """
+        if self.messages is None:
+            return engine.tokenizer.encode(self.content or "", add_special_tokens=bool(self.add_special))
+        options = GenerateOptions(tools=tool_mappings(self.tools), template_variables=self.chat_template_kwargs)
+        return engine.chat_prompt(conversation(self.messages), options).ids
 
 
 class DetokenizeBody(StrictStruct):

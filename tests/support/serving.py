@@ -118,7 +118,7 @@ def served_here(model: Path, settings: ServerSettings, **options: Any) -> Iterat
     pool = ModelPool([str(model)], lambda path, progress: load(path, progress=progress, **options))
     listening = bound_socket("127.0.0.1", 0)
     service = RequestService(pool, settings)
-    server = DrainingServer(asgi_app(service), service, settings, 0.0)
+    server = DrainingServer(asgi_app(service), service, 0.0)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:

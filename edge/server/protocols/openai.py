@@ -21,7 +21,6 @@ from ...service.text_bodies import (
     DetokenizeBody,
     EmbeddingBody,
     TokenizeBody,
-    TokenizeRequest,
     encoded_texts,
 )
 from ..endpoints import RequestService, generating_route, object_route, progress_route
@@ -89,7 +88,7 @@ def _embed(request: EmbeddingBody, engine: AnyModel, model: str, cancellation: C
     return embedding_list(vectors, model, as_base64=request.encoding_format == "base64", prompt_tokens=prompt_tokens)
 
 
-def _tokenize(request: TokenizeRequest, engine: Engine, model: str, _cancellation: Cancellation) -> dict[str, Any]:
+def _tokenize(request: TokenizeBody, engine: Engine, model: str, _cancellation: Cancellation) -> dict[str, Any]:
     """Token ids of a text or a conversation."""
     ids = request.encode(engine)
     tokens: list[Any] = list(ids)

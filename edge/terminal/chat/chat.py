@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
@@ -15,6 +14,7 @@ from ....models.user_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
 from ....runtime.result import Stats
+from ...cli.run import RunOptions
 from ...conversations.answering import (
     END_STATES,
     ContextFit,
@@ -37,8 +37,8 @@ from ...conversations.records import (
     source_lines,
 )
 from ...conversations.store import ConversationStore
+from ...documents.retrieval import document_paths
 from ...tools.tool_servers import ToolServers
-from ...tools.tool_settings import ToolServer
 from ..answer_report import show_rounds, stats_line
 from ..output import SafeConsole, can_draw, waiting_shown, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
@@ -56,29 +56,6 @@ _SHOWN_LINES: Final = 8
 """Number of lines that are shown of a message in it."""
 
 
-@dataclass(frozen=True)
-class ChatSettings:
-    """What a chat begins with."""
-
-    options: GenerateOptions
-    system: str | None = None
-    resume: Path | None = None
-    """A file that `/save` wrote, to go on with."""
-    conversation: str | None = None
-    """Id of the stored conversation to go on with."""
-    latest: bool = False
-    """Whether to go on with the latest conversation."""
-    documents: tuple[str, ...] = ()
-    """Folders and files that answers are found in."""
-    embedding_model: str | None = None
-    """Which model finds passages of them by their meaning; as for `passage_encoder`."""
-    saving: bool = True
-    """Whether conversations and what is typed are kept."""
-    show_stats: bool = False
-    tools: Sequence[ToolServer] = ()
-    """MCP servers whose tools are offered; without any, those of the app's settings are there to be chosen."""
-
-
 class Chat:
     """A conversation with a model in the terminal.
 
@@ -86,7 +63,8 @@ class Chat:
         model: the model that answers.
         store: where the conversation is kept.
         interrupts: gives Ctrl-C to what the chat is doing.
-        settings: how the chat begins.
+        chosen: how the chat begins, and what it keeps and shows.
+        options: options of its answers, and the system message of a new conversation.
         stored: the stored conversation to go on with.
         tools: the MCP servers.
 
@@ -99,14 +77,16 @@ class Chat:
         model: ChatModel,
         store: ConversationStore,
         interrupts: ChatInterrupts,
-        settings: ChatSettings,
+        chosen: RunOptions,
+        options: GenerateOptions,
         stored: Conversation | None = None,
         tools: ToolServers | None = None,
     ) -> None:
         self.tools: Final = tools or ToolServers()
         self.model: Final = model
         self.store: Final = store
-        self.settings: Final = settings
+        self.chosen: Final = chosen
+        self._options: Final = replace(options, system=None)
         self.console: Final = SafeConsole()
         self.interrupts: Final = interrupts
         self.attachments: list[Attachment] = []
@@ -121,14 +101,14 @@ class Chat:
         self._explained = False
         self.draft = ""
         """What the next prompt begins with."""
-        if settings.resume is not None:
-            self.conversation = self._imported(model.engine.session(system=settings.system, resume=settings.resume))
+        if chosen.resume is not None:
+            self.conversation = self._imported(model.engine.session(system=options.system, resume=chosen.resume))
         else:
-            self.conversation = ChatConversation(store, settings.system or "", stored)
-            if stored is not None and settings.system is not None:
-                self.conversation.change(system=settings.system)
-        if settings.documents:
-            self.conversation.change(documents=settings.documents)
+            self.conversation = ChatConversation(store, options.system or "", stored)
+            if stored is not None and options.system is not None:
+                self.conversation.change(system=options.system)
+        if chosen.documents:
+            self.conversation.change(documents=document_paths(chosen.documents))
         self.reader: PlainReader | LineEditor = PlainReader(interrupts)
         """What the user types is read from it."""
 
@@ -195,7 +175,7 @@ class Chat:
 
     def options(self) -> GenerateOptions:
         """The options of an answer in this conversation."""
-        return self.settings.options.changed(self.conversation.fields.sampling)
+        return self._options.changed(self.conversation.fields.sampling)
 
     def open(self, conversation: ChatConversation) -> None:
         """Go on with a conversation, and show its last messages."""
@@ -255,7 +235,7 @@ class Chat:
             parts.append(f"{self.last_stats.decode_tokens_per_second:.0f} tokens/s")
         if self.attachments:
             parts.append(f"{len(self.attachments)} file{'s' * (len(self.attachments) > 1)} attached")
-        if not self.settings.saving:
+        if not self.chosen.save:
             parts.append("not saved")
         while len(parts) > 2 and len(" | ".join(parts)) > columns:
             parts.pop()
@@ -357,7 +337,7 @@ class Chat:
         # Without tools, what is stored is what the model writes, because it goes on later.
         parts = {"answer_start": answer.content, "tools": tools, "parse_answer": bool(tools)}
         options = self.options().changed(parts)
-        progress, embedding_model = self.model.progress, self.settings.embedding_model
+        progress, embedding_model = self.model.progress, self.chosen.embedding_model
         with progress:
             messages, no_passage = read_with_passages(
                 engine, self.store, [answer.message], options, progress, answer.cancellation, embedding_model
@@ -390,5 +370,5 @@ class Chat:
         self._used_tokens = stats.prompt_tokens + stats.completion_tokens
         if options.explain:
             show_rounds(stats.rounds, self.model.engine.graph_io)
-        if self.settings.show_stats:
+        if self.chosen.stats:
             self.show_stats()

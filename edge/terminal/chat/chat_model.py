@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -14,7 +13,7 @@ from ....models.hub.downloaded_model import read_downloaded
 from ....models.progress import Progress, ProgressDisplay
 from ....models.user_text import on_one_line
 from ....runtime.engine import Engine
-from ...service.offered_models import ModelEntry, OfferedModels, capabilities_at
+from ...service.offered_models import OfferedModels, capabilities_at
 from ..output import waiting_shown
 
 OpenModel: TypeAlias = Callable[[str | None, Progress], Engine]
@@ -53,13 +52,8 @@ def is_bundled(engine: Engine) -> bool:
 
 def local_models() -> list[str]:
     """Names of the models on this machine that write texts, or do not say what they are for."""
-    return [entry.id for entry in OfferedModels([]).entries() if _writes(entry)]
-
-
-def _writes(entry: ModelEntry) -> bool:
-    with suppress(EdgeError, OSError):
-        return "completion" in capabilities_at(Path(entry.source))
-    return True
+    found = ((entry.id, capabilities_at(Path(entry.source))) for entry in OfferedModels([]).entries())
+    return [name for name, capabilities in found if not capabilities or "completion" in capabilities]
 
 
 def source_of(name: str) -> str:

@@ -289,7 +289,7 @@ class MessageCommands:
             path = typed_path(argument).absolute()
             with chat.model.progress, chat.interrupts.raising():
                 update = with_index(path, lambda index: index.update(chat.model.progress))
-                if (encoder := passage_encoder(chat.settings.embedding_model)) is not None:
+                if (encoder := passage_encoder(chat.chosen.embedding_model)) is not None:
                     with_index(path, lambda index: index.embed(encoder, chat.model.progress))
             paths.append(str(path))
             left_out = "".join(f", {count} {reason}" for reason, count in update.skipped.items())

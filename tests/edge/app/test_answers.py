@@ -13,7 +13,7 @@ from edgerun import load
 from edgerun.edge.app.app_context import AppContext
 from edgerun.edge.app.event_channel import EventChannel
 from edgerun.edge.app.generations import Generations
-from edgerun.edge.conversations.records import Change, MessageState
+from edgerun.edge.conversations.records import ChangeKind, MessageState
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.http_protocol import RefusedError
 from edgerun.edge.server.server_settings import ServerSettings
@@ -75,8 +75,8 @@ def test_an_answer_can_be_stopped_as_soon_as_it_is_told_of(generations: Generati
         assert generation is not None
         generation.cancellation.cancel()
 
-    def stop(change: Change) -> None:
-        message = store.message(change.message_id) if change.message_id else None
+    def stop(_kind: ChangeKind, _conversation_id: str, message_id: str) -> None:
+        message = store.message(message_id) if message_id else None
         if message is not None and message.state is MessageState.WRITING and not stopping:
             stopping.append(threading.Thread(target=cancel, args=(message.id,)))
             stopping[0].start()

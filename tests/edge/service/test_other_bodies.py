@@ -169,15 +169,11 @@ def test_embeddings() -> None:
 
 
 def test_texts_and_conversations_to_tokenize_and_tokens_to_decode() -> None:
-    assert TokenizeBody.parse({"content": "a", "add_special": True, "with_pieces": True}) == (
-        TokenizeBody.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
-    )
-    request = TokenizeBody.parse({"content": "a"})
-    assert (request.prompt, request.add_special, request.with_pieces) == ("a", False, False)
-    assert TokenizeBody.parse({"content": ""}).prompt == ""
+    request = TokenizeBody.parse({"prompt": "a", "add_special_tokens": True, "return_token_strs": True})
+    assert (request.content, request.add_special, request.with_pieces) == ("a", True, True)
+    assert TokenizeBody.parse({"content": ""}).content == ""
     request = TokenizeBody.parse({"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}})
-    assert request.prompt == [USER]
-    assert request.options.template_variables == {"enable_thinking": True}
+    assert (request.content, len(request.messages)) == (None, 1)
     for tokens in ([1, 2], []):
         assert decode_body({"tokens": tokens}, DetokenizeBody).tokens == tokens
     assert error_of(lambda body: decode_body(body, DetokenizeBody), {"tokens": [-1]}).param == "tokens[0]"

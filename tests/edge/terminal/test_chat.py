@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import pytest
 
 import edgerun
+from edgerun.edge.cli.run import RunOptions
 from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
-from edgerun.edge.terminal.chat.chat import Chat, ChatSettings
+from edgerun.edge.terminal.chat.chat import Chat
 from edgerun.edge.terminal.chat.chat_model import ChatModel
 from edgerun.edge.terminal.chat.prompt_reader import ChatInterrupts
 from edgerun.edge.tools.call_rounds import CallingAnswer
@@ -242,7 +243,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
     with ConversationStore.in_memory() as store, ExitStack() as stack:
         model = ChatModel(open_model, str(tiny_bundle), ProgressDisplay())
         stack.callback(model.close)
-        chat = Chat(model, store, ChatInterrupts(), ChatSettings(edgerun.GenerateOptions(max_tokens=4)))
+        chat = Chat(model, store, ChatInterrupts(), RunOptions(), edgerun.GenerateOptions(max_tokens=4))
         chat.say("the one")
         before = chat.conversation.branch()
         if failing == "the store":

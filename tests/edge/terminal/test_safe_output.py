@@ -19,7 +19,8 @@ pytest.importorskip("onnx", reason="needs the export extra")
 import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.edge.terminal.chat.answer_view import MarkdownView
-from edgerun.edge.terminal.chat.opening import ChatSettings, open_chat
+from edgerun.edge.cli.run import RunOptions
+from edgerun.edge.terminal.chat.opening import open_chat
 from edgerun.edge.terminal.output import SafeConsole, prompt_output, showing_warnings, write_json, write_line
 from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
@@ -198,8 +199,8 @@ def test_listings_of_the_hub_are_shown_as_text(tiny_bundle: Path, tmp_path: Path
 def test_the_chat_shows_hostile_names_as_text(hostile: Path, monkeypatch: Patch, capsys: Capture) -> None:
     lines = iter([f"/system {TEXT}", f"/title {TEXT}", f"/save {hostile / NAME / NAME}", f"/{TEXT}", "the", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
-    settings = ChatSettings(GenerateOptions(max_tokens=2), saving=False, show_stats=True)
-    assert open_chat(lambda name, progress: edgerun.load(name, progress=progress), str(hostile), settings) == 0
+    chosen, options = RunOptions(save=False, stats=True), GenerateOptions(max_tokens=2)
+    assert open_chat(lambda name, progress: edgerun.load(name, progress=progress), str(hostile), chosen, options) == 0
     captured = capsys.readouterr()
     assert not CONTROLS.intersection(captured.err) - {"\n"}
     assert captured.err.count(SHOWN) == 6
