@@ -29,8 +29,7 @@ from ...models.atomic import write_atomically
 from ...models.file_system import locked
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
-from ..server.http_messages import JsonResponse, UnreadBodyResponse
-from ..server.http_protocol import RefusedError
+from ..server.http_protocol import JsonResponse, RefusedError, UnreadBodyResponse
 from ..service.running_servers import ask
 from .page_files import PASSAGE, entrance_page
 

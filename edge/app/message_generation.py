@@ -16,7 +16,7 @@ from ...runtime.tools.answer_parts import AnswerParts
 from ..conversations.records import CallRound, MessageState, StoredCall, StoredMessage
 from ..conversations.store import ConversationStore
 from ..tools.call_rounds import CallingAnswer, Decision
-from .event_channel import EventChannel
+from .app_context import EventChannel
 
 _PROGRESS_S: Final = 0.1
 """Least time between two events of progress of one stage, in seconds."""

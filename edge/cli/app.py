@@ -101,9 +101,8 @@ def _server(
 ) -> tuple[DrainingServer, str]:
     """The app at a port, which other processes of this user find from now on, and the address that opens it once."""
     from ..app.app_access import AppAccess, announce, open_url, session_secret
-    from ..app.app_context import AppContext
+    from ..app.app_context import AppContext, EventChannel
     from ..app.app_service import AppService, chat_app
-    from ..app.event_channel import EventChannel
     from ..server.server_settings import ServerSettings
     from ..server.uvicorn_server import DrainingServer
     from ..tools.tool_servers import ToolServers

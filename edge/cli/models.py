@@ -1,7 +1,9 @@
-"""`edge-run models`: lists the models on this machine, or removes one."""
+"""`edge-run models` and `edge-run pull`: lists the models on this machine, removes one, downloads one."""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +16,10 @@ from ...models.find import BUNDLED_MODEL, exported_models, named_models
 from ...models.hub.downloaded_model import DownloadedModel, HubId, parse_hub_id
 from ...models.hub.local_store import Store, models_root, stores
 from ...models.user_text import format_bytes
+from ...runtime.devices.providers import choose_device
 from ..service.offered_models import capabilities_at
 from ..terminal.output import SafeConsole, write_json, write_line
-from .shared_options import AsJson, Debug
+from .shared_options import AsJson, Debug, Offline
 
 _COMMIT_SHOWN = 10
 
@@ -127,3 +130,52 @@ def _matches(store: Store, named: HubId, model: DownloadedModel) -> bool:
     return model.commit == store.commit_of(named.revision) or (
         len(named.revision) >= 7 and model.commit.startswith(named.revision)
     )
+
+
+def pull(
+    model: Annotated[
+        str, typer.Argument(metavar="ID", help="org/name, org/name:variant or org/name:variant@revision.")
+    ],
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="The device it will run on: auto, cpu, gpu or npu.")
+    ] = "auto",
+    offline: Offline = False,  # noqa: ARG001  its callback acts
+    as_json: AsJson = False,
+    debug: Debug = False,  # noqa: ARG001  main reads it
+) -> None:
+    """Download a model or update it, and print its folder.
+
+    A variant says which weights: q4, int8, fp16, fp32 ..., or a folder of the repository; without one, what suits the
+    device best is chosen. A revision is a branch, a tag or a commit.
+
+    Only the files that one graph needs are downloaded. An interrupted download continues where it stopped. Private and
+    gated models need a login: hf auth login, or the environment variable HF_TOKEN.
+
+    Example: edge-run pull onnx-community/Qwen2.5-0.5B-Instruct:q4
+    """
+    from ...models.hub.fetch import fetch_model
+
+    requested = parse_hub_id(model)
+    found = fetch_model(requested, choose_device(device).kind, newest=True)
+    # The command repeats the revision if one was given, and always names the variant that was downloaded.
+    run = replace(requested, variant=found.variant or None)
+    siblings = [each for each in Store(found.repo).all_downloaded() if each.source == found.source]
+    older = [f"{each.id}@{each.commit[:10]}" for each in siblings if each.commit != found.commit]
+    facts: dict[str, Any] = {
+        "id": found.repo,
+        "variant": found.variant,
+        "commit": found.commit,
+        "path": str(found.folder),
+        "bytes": found.bytes,
+        "files": {name: digest.bytes for name, digest in found.files.items()},
+        "older": older,
+        "command": f"edge-run {shlex.quote(str(run))}",
+    }
+    if as_json:
+        write_json(facts)
+        return
+    write_line(f"{found.id}: {format_bytes(found.bytes)}, commit {found.commit[:10]}")
+    write_line(f"in {found.folder}")
+    for each in older:
+        write_line(f"an older commit is still on disk; to remove it: edge-run models --remove {shlex.quote(each)}")
+    write_line(f"to run it: {facts['command']}")

@@ -79,8 +79,8 @@ class ConversationTable:
         self.noted: list[tuple[ChangeKind, str, str]] = []
         """Changes that the listener is told of after the transaction."""
         self.listener: Callable[[ChangeKind, str, str], None] = lambda *_: None
-        """Called after every change that this store makes, in the thread that makes it, with what was changed, and the ids
-        of the conversation and the message, or empty texts."""
+        """Called after every change that this store makes, in the thread that makes it, with its kind and the ids of
+        the conversation and the message, or empty texts."""
 
     def note(self, kind: ChangeKind, conversation_id: str = "", message_id: str = "") -> None:
         """Note what the transaction changes."""

@@ -28,8 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...version import __version__
 from .endpoints import RequestService
-from .http_messages import JsonResponse, UnreadBodyResponse, error_response
-from .http_protocol import RefusedError, server_failure
+from .http_protocol import JsonResponse, RefusedError, UnreadBodyResponse, error_response, server_failure
 from .protocols import PROTOCOLS
 from .server_metrics import CONTENT_TYPE
 from .server_settings import MAX_HEADER_BYTES, ServerSettings

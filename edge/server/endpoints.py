@@ -24,8 +24,18 @@ from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import describe
-from .http_messages import LARGE_BODY, error_response, next_events, read_body, watching_client
-from .http_protocol import Protocol, ProtocolRoute, RefusedError, encode_json, server_failure
+from .http_protocol import (
+    LARGE_BODY,
+    Protocol,
+    ProtocolRoute,
+    RefusedError,
+    encode_json,
+    error_response,
+    next_events,
+    read_body,
+    server_failure,
+    watching_client,
+)
 from .image_urls import with_fetched_images
 from .server_metrics import ServerMetrics
 from .server_settings import ServerSettings

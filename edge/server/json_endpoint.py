@@ -17,8 +17,17 @@ from starlette.types import Receive, Scope, Send
 from ...errors import EdgeError, UnknownIdError
 from ...runtime.graph.memory import trim_heap
 from ..service.body_decoder import MAX_CHARACTERS, decode_body
-from .http_messages import LARGE_BODY, JsonResponse, error_response, read_body
-from .http_protocol import OPENAI, Protocol, ProtocolRoute, RefusedError, server_failure
+from .http_protocol import (
+    LARGE_BODY,
+    OPENAI,
+    JsonResponse,
+    Protocol,
+    ProtocolRoute,
+    RefusedError,
+    error_response,
+    read_body,
+    server_failure,
+)
 from .server_settings import ServerSettings
 
 _QUICK: Final = ThreadPoolExecutor(8, "edge-run api")

@@ -24,8 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import InputError
 from .endpoints import RequestService
-from .http_messages import RETRY_AFTER_S
-from .http_protocol import OPENAI, RefusedError, encode_json
+from .http_protocol import OPENAI, RETRY_AFTER_S, RefusedError, encode_json
 from .server_settings import MAX_HEADER_BYTES, ServerSettings
 
 _TWICE_S: Final = 0.3

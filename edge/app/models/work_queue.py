@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ....errors import CancelledError, EdgeError
 from ...server.json_endpoint import not_found
-from ..event_channel import EventChannel
+from ..app_context import EventChannel
 
 _log: Final = logging.getLogger(__name__)
 

@@ -42,8 +42,7 @@ from ...tools.tool_servers import ToolServers
 from ..answer_report import show_rounds, stats_line
 from ..output import SafeConsole, can_draw, waiting_shown, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
-from .chat_answer import ChatAnswer
-from .chat_conversation import ChatConversation
+from .chat_conversation import ChatAnswer, ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
 from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, PlainReader
 

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from edgerun import load
-from edgerun.edge.app.app_context import AppContext
-from edgerun.edge.app.event_channel import EventChannel
+from edgerun.edge.app.app_context import AppContext, EventChannel
 from edgerun.edge.app.generations import Generations
 from edgerun.edge.conversations.records import ChangeKind, MessageState
 from edgerun.edge.conversations.store import ConversationStore

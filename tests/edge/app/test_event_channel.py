@@ -9,7 +9,7 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
-from edgerun.edge.app.event_channel import MAX_BYTES, MAX_EVENTS, EventChannel, EventListener
+from edgerun.edge.app.app_context import MAX_BYTES, MAX_EVENTS, EventChannel, EventListener
 
 
 def ran(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:

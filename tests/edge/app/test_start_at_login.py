@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edgerun.edge.app.start_at_login import change_login, login_files, login_state
+from edgerun.edge.app.app_service import change_login, login_files, login_state
 from edgerun.errors import InputError
 from support.app_server import running_app
 from support.processes import started

@@ -18,8 +18,8 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from edgerun.edge.terminal.chat.answer_view import MarkdownView
 from edgerun.edge.cli.run import RunOptions
+from edgerun.edge.terminal.chat.answer_view import MarkdownView
 from edgerun.edge.terminal.chat.opening import open_chat
 from edgerun.edge.terminal.output import SafeConsole, prompt_output, showing_warnings, write_json, write_line
 from edgerun.models.manifest import Calibration, Manifest
