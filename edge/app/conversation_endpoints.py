@@ -19,7 +19,7 @@ from ...runtime.options import GenerateOptions
 from ..conversations.answering import fit_context, takes_calls, without_long_files
 from ..conversations.records import MAX_ATTACHMENTS, Attachment, MessageState, Role, StoredMessage, safe_file_name
 from ..documents.retrieval import document_paths
-from ..server.json_endpoint import JsonRoute, json_routes
+from ..server.json_endpoint import Handler, JsonRoute, json_routes
 from ..service.request_error import RequestError, invalid
 from ..service.token_objects import chosen_object
 from ..tools.call_rounds import Decision
@@ -81,16 +81,16 @@ def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def conversation_routes(context: AppContext, generations: Generations) -> list[Route]:
     """The routes of conversations and messages."""
-    endpoints = _ConversationEndpoints(context, generations)
+    endpoints, store = _ConversationEndpoints(context, generations), context.store
     conversation, message = "/api/conversations/{conversation_id}", "/api/messages/{message_id}"
-    table = (
+    table: tuple[tuple[str, str, Handler], ...] = (
         ("GET", "/api/conversations", endpoints.list),
         ("POST", "/api/conversations", endpoints.create),
         ("GET", conversation, endpoints.read),
         ("PATCH", conversation, endpoints.change),
         ("DELETE", conversation, endpoints.delete),
-        ("POST", f"{conversation}/restore", endpoints.restore),
-        ("GET", "/api/search", endpoints.search),
+        ("POST", f"{conversation}/restore", lambda conversation_id: {"conversation": store.restore(conversation_id)}),
+        ("GET", "/api/search", lambda query: {"hits": store.search(query.get("q", ""))}),
         ("POST", f"{conversation}/messages", endpoints.send),
         ("POST", f"{message}/edit", endpoints.edit),
         ("POST", f"{message}/regenerate", endpoints.regenerate),
@@ -99,8 +99,8 @@ def conversation_routes(context: AppContext, generations: Generations) -> list[R
         ("POST", f"{message}/stop", endpoints.stop),
         ("POST", f"{message}/calls/{{call}}", endpoints.decide),
         ("DELETE", message, endpoints.delete_message),
-        ("POST", f"{message}/restore", endpoints.restore_message),
-        ("GET", f"{message}/tokens", endpoints.tokens),
+        ("POST", f"{message}/restore", lambda message_id: {"message": store.restore_message(message_id)}),
+        ("GET", f"{message}/tokens", lambda message_id: {"tokens": store.tokens(message_id)}),
     )
     slow = (
         ("POST", f"{conversation}/context", endpoints.context),
@@ -166,9 +166,6 @@ class _ConversationEndpoints:
             each.cancellation.cancel()
         return {}
 
-    def restore(self, conversation_id: str) -> dict[str, Any]:
-        return {"conversation": self._store.restore(conversation_id)}
-
     def context(self, conversation_id: str, content: str = "", attachments: Attachments = ()) -> dict[str, Any]:
         """Tokens that the conversation takes with a message that is being written."""
         conversation, branch = self._store.shown(conversation_id)
@@ -206,9 +203,6 @@ class _ConversationEndpoints:
     def _is_loaded(self, model: str | None) -> bool:
         """Whether asking a model does not have to wait for it."""
         return any(status.loaded and status.id == model for status in self._context.pool.status())
-
-    def search(self, query: Mapping[str, str]) -> dict[str, Any]:
-        return {"hits": self._store.search(query.get("q", ""))}
 
     def export(self, conversation_id: str, query: Mapping[str, str]) -> Response:
         conversation = self._store.conversation(conversation_id)
@@ -313,12 +307,6 @@ class _ConversationEndpoints:
                 if each.id not in left:
                     each.cancellation.cancel()
         return {}
-
-    def restore_message(self, message_id: str) -> dict[str, Any]:
-        return {"message": self._store.restore_message(message_id)}
-
-    def tokens(self, message_id: str) -> dict[str, Any]:
-        return {"tokens": self._store.tokens(message_id)}
 
     def _ended(self, message_id: str) -> StoredMessage:
         """The message of a request, which is not being written.

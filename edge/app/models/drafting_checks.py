@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,18 +144,48 @@ class _Race:
         )
 
 
-class SpeedComparisons:
-    """The comparison that runs, or ran last; only one runs at a time.
+class _OneAtATime:
+    """Work in the background, of which only one piece runs at a time.
 
     Args:
-        context: the models and the windows.
+        context: the models, the store and the windows.
     """
 
     def __init__(self, context: AppContext) -> None:
         self._context: Final = context
         self._lock: Final = threading.Lock()
-        self._race: _Race | None = None
         self._run: Run[None] | None = None
+
+    def _require_idle(self, what: str) -> None:
+        """Raise if a piece runs; the lock is held.
+
+        Raises:
+            InputError: one does.
+        """
+        if self._run is not None and not self._run.ended:
+            raise InputError(f"{what} is running", "stop it, or wait for its end")
+
+    def _start(self, work: Callable[[Run[None]], None], name: str) -> None:
+        """Start a piece; the lock is held."""
+        self._run = Run(work, f"edge-run {name}")
+        self._run.start()
+
+    def _cancel(self) -> None:
+        """End the piece that runs after its current pass."""
+        if (run := self._run) is not None:
+            run.cancellation.cancel()
+
+    def close(self) -> None:
+        """End the piece that runs, and wait for its end."""
+        self._cancel()
+        if (run := self._run) is not None:
+            run.join()
+
+
+class SpeedComparisons(_OneAtATime):
+    """The comparison that runs, or ran last."""
+
+    _race: _Race | None = None
 
     def current(self) -> dict[str, Any]:
         """The comparison; None before the first one."""
@@ -186,26 +216,18 @@ class SpeedComparisons:
         entry = self._context.pool.offered.find(model)
         changes = {"seed": secrets.randbits(31), **(sampling or {}), "max_tokens": max_tokens}
         options = GenerateOptions(logprobs=0).changed(changes)
+        race = _Race(entry.id)
+        shown = {"comparison": race.as_object()}
         with self._lock:
-            if self._run is not None and not self._run.ended:
-                raise InputError("a comparison is running", "stop it, or wait for its end")
-            self._race = race = _Race(entry.id)
-            shown = {"comparison": race.as_object()}
-            self._run = Run(partial(self._work, race, messages, options), "edge-run comparison")
-            self._run.start()
+            self._require_idle("a comparison")
+            self._race = race
+            self._start(partial(self._work, race, messages, options), "comparison")
         return shown
 
     def stop(self) -> dict[str, Any]:
         """End the comparison that runs after its current pass."""
-        if (run := self._run) is not None:
-            run.cancellation.cancel()
+        self._cancel()
         return self.current()
-
-    def close(self) -> None:
-        """End the comparison, and wait for it."""
-        self.stop()
-        if (run := self._run) is not None:
-            run.join()
 
     def _work(
         self, race: _Race, messages: Sequence[Mapping[str, Any]], options: GenerateOptions, run: Run[None]
@@ -242,19 +264,11 @@ class SpeedComparisons:
         report(WorkState.STOPPED if state is WorkState.CANCELLED else state, error)
 
 
-class ExactnessChecks:
-    """Checks whether drafting changes what a model writes on this machine, one model at a time.
+class ExactnessChecks(_OneAtATime):
+    """Checks whether drafting changes what a model writes on this machine; the store keeps each model's last report."""
 
-    Args:
-        context: the models, the store, which keeps the last report of each model, and the windows.
-    """
-
-    def __init__(self, context: AppContext) -> None:
-        self._context: Final = context
-        self._lock: Final = threading.Lock()
-        self._check: dict[str, Any] = {}
-        """The check that runs or ran last, as a JSON object, which is not changed in place."""
-        self._run: Run[None] | None = None
+    _check: Mapping[str, Any] = {}
+    """The check that runs or ran last, as a JSON object, which is not changed in place."""
 
     def describe(self) -> dict[str, Any]:
         """The check that runs or ran last, and the last report of each model."""
@@ -285,26 +299,17 @@ class ExactnessChecks:
             "max_tokens": max_tokens,
             "load": dict(self._context.load_options),
         }
+        begun = {"model": entry.id, "state": WorkState.RUNNING, "stage": "", "fraction": 0.0, "error": ""}
         with self._lock:
-            if self._run is not None and not self._run.ended:
-                raise InputError("an exactness check is running", "cancel it, or wait for its end")
-            self._check = {"model": entry.id, "state": WorkState.RUNNING, "stage": "", "fraction": 0.0, "error": ""}
-            shown = {"check": self._check}
-            self._run = Run(partial(self._work, entry.id, arguments), "edge-run exactness")
-            self._run.start()
-        return shown
+            self._require_idle("an exactness check")
+            self._check = begun
+            self._start(partial(self._work, entry.id, arguments), "exactness")
+        return {"check": begun}
 
     def cancel(self) -> dict[str, Any]:
         """End the check that runs."""
-        if (run := self._run) is not None:
-            run.cancellation.cancel()
+        self._cancel()
         return self.describe()
-
-    def close(self) -> None:
-        """End the check, and wait for its process."""
-        self.cancel()
-        if (run := self._run) is not None:
-            run.join()
 
     def _work(self, model: str, arguments: Mapping[str, Any], run: Run[None]) -> None:
         def update(stage: str, fraction: float, **changes: Any) -> None:
