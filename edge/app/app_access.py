@@ -150,16 +150,6 @@ def session_refusal(access: AppAccess, scope: Scope) -> RefusedError | Response 
     return RefusedError(HTTPStatus.UNAUTHORIZED, "no_session", "this browser has not been let in", "run edge-run app")
 
 
-def _token_of(port: int, owner_key: str) -> str:
-    """Ask the app of this user at a port for a one-time token.
-
-    Raises:
-        OSError: it does not answer.
-        ValueError, KeyError: something else answers.
-    """
-    return str(ask(f"http://127.0.0.1:{port}{OPEN_PATH}", {}, key=owner_key)["token"])
-
-
 def announce(folder: Path, port: int, access: AppAccess) -> None:
     """Let other processes of this user find the app of this one; the file is readable by its owner alone."""
     url = f"http://127.0.0.1:{port}"
@@ -199,8 +189,8 @@ def join_running_app(stack: ExitStack, folder: Path) -> str | None:
         # An app that has just started has no file yet, and one that is ending gives out no tokens.
         with suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads(endpoint.read_text(encoding="utf-8"))
-            port = int(found["port"])
-            return open_url(port, _token_of(port, str(found["owner_key"])))
+            answer = ask(f"{found['url']}{OPEN_PATH}", {}, key=str(found["owner_key"]))
+            return open_url(int(found["port"]), str(answer["token"]))
         if time.monotonic() >= until:
             raise EdgeError("edge-run app runs already, and does not answer", f"end it; its folder is {folder}")
         time.sleep(_POLL_S)

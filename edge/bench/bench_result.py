@@ -17,8 +17,8 @@ from .ratios import (
     PLAIN,
     MeasuredTurn,
     ModeResult,
-    RoundTimes,
     compare_modes,
+    round_ms,
     rounded,
     spread_of_plain,
 )
@@ -182,7 +182,7 @@ class BenchResult:
             "plain": rounded(
                 {
                     "tokens_per_second": self.plain.decode_tokens_per_second,
-                    "pass_ms": RoundTimes.of(self.plain).total,
+                    "pass_ms": round_ms(self.plain)["total"],
                 }
             ),
             "modes": {mode.name: mode.to_json() for mode in self.modes},

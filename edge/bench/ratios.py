@@ -62,24 +62,17 @@ class Estimate:
     """None where a category has too few conversations."""
 
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """Mean milliseconds of a decoding round: a pass of the target and everything around it."""
+def round_ms(stats: Stats) -> dict[str, float]:
+    """Mean milliseconds of a decoding round of some answers; all 0 without rounds.
 
-    draft: float
-    """Passes of the draft model."""
-    target: float
-    """The pass of the target."""
-    host: float
-    """Everything else: looking up candidates, pruning, choosing tokens, learning, detokenizing."""
-    total: float
-
-    @classmethod
-    def of(cls, stats: Stats) -> RoundTimes:
-        """The mean over the rounds of some answers; all 0 if there were none."""
-        host_s = max(stats.decode_s - stats.draft_s - stats.target_s, 0.0)
-        scale = 1e3 / stats.decode_passes if stats.decode_passes else 0.0
-        return cls(*(scale * each for each in (stats.draft_s, stats.target_s, host_s, stats.decode_s)))
+    Returns:
+        `draft` (passes of the draft model), `target` (the pass of the target), `host` (everything else: looking up
+        candidates, pruning, choosing tokens, learning, detokenizing) and the `total`.
+    """
+    host_s = max(stats.decode_s - stats.draft_s - stats.target_s, 0.0)
+    seconds = {"draft": stats.draft_s, "target": stats.target_s, "host": host_s, "total": stats.decode_s}
+    scale = 1e3 / stats.decode_passes if stats.decode_passes else 0.0
+    return {name: scale * each for name, each in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class ModeResult:
             "accepted": stats.accepted,
             "by_source": {name: asdict(counts) for name, counts in stats.by_source.items()},
             "by_depth": list(map(asdict, stats.by_depth)),
-            "round_ms": asdict(RoundTimes.of(stats)),
+            "round_ms": round_ms(stats),
             "answers": stats.answers,
             "differing": self.differing,
             "categories": {each.name: _category_json(each) for each in self.categories},

@@ -18,6 +18,8 @@ from ...errors import ContextError, InputError
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
 from ...runtime.generation import CachedSequence
+from ...runtime.measure.comparison import Comparison
+from ...runtime.measure.exactness import ExactnessReport
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ...runtime.speculation.choice import Speculation
@@ -117,6 +119,24 @@ def encode_turn(
             raise ContextError(f"no prompt fits a context of {context} tokens", "give a longer --context")
     shortened = start > 0 or kept < len(exchange.prompt)
     return TurnTokens(prompt, None if answer is None else answer[: context - len(prompt)], shortened)
+
+
+def compare_texts(
+    engine: Engine, conversations: Sequence[Conversation], max_tokens: int, progress: Progress
+) -> tuple[ExactnessReport, list[list[int]]]:
+    """Compare speculative with plain texts over the first prompts of conversations, and keep the report for `exact`.
+
+    Returns:
+        The report, and the token ids of the prompts, each with its plain greedy answer.
+
+    Raises:
+        ContextError: a prompt cannot be shortened enough to fit the context.
+    """
+    comparison, settings = Comparison(engine, max_tokens), BenchSettings(max_tokens)
+    prompts = [encode_turn(engine, settings, each.exchanges[0]).prompt for each in conversations]
+    report = comparison.report(prompts, partial(progress, "comparing texts"))
+    engine.drafters.store_exactness_report(report)
+    return report, comparison.texts
 
 
 def measure_modes(

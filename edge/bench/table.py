@@ -11,7 +11,7 @@ from rich.text import Text
 from ...runtime.result import DraftCounts
 from .bench_result import BUSY_NOTE, BenchConditions, BenchResult
 from .clients import COLUMNS, ClientsResult
-from .ratios import Estimate, ModeResult, RoundTimes
+from .ratios import Estimate, ModeResult, round_ms
 
 _MAX_DEPTH: Final = 8
 
@@ -110,9 +110,7 @@ def _drafters(result: BenchResult) -> Table:
 def _rounds(result: BenchResult) -> Table:
     table = _table("milliseconds per round", "", "draft passes", "target pass", "host", "total", "rounds")
     for name, stats in result.stats.items():
-        times = RoundTimes.of(stats)
-        parts = (times.draft, times.target, times.host, times.total)
-        table.add_row(name, *(f"{part:.2f}" for part in parts), str(stats.decode_passes))
+        table.add_row(name, *(f"{part:.2f}" for part in round_ms(stats).values()), str(stats.decode_passes))
     return table
 
 

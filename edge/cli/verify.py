@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
@@ -63,9 +64,8 @@ def verify(
     load = _LOAD.record(given)
     from ...runtime.graph.packed_files import verify_prepacked
     from ...runtime.int8_prompts.int8_graph_files import verify_int8_graph
-    from ...runtime.measure.comparison import Comparison
     from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts
-    from ..bench.runner import BenchSettings, encode_turn
+    from ..bench.runner import compare_texts
 
     read = bundled_prompts(for_shell=model is None) if prompts is None else read_prompts(prompts)
     conversations = limit_per_category(read, limit)
@@ -73,20 +73,16 @@ def verify(
         pair = find_draft(engine.bundle, load.draft)
         bundles = [engine.bundle, *([] if pair is None or not pair.has_own_files else [pair.draft])]
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
-        settings = BenchSettings(max_tokens)
-        prompt_ids = [encode_turn(engine, settings, each.exchanges[0]).prompt for each in conversations]
         quality = {}
         with ProgressDisplay() as progress:
-            comparison = Comparison(engine, max_tokens)
-            report = comparison.report(prompt_ids, lambda fraction: progress("comparing texts", fraction))
+            report, texts = compare_texts(engine, conversations, max_tokens, progress)
             if load.kv != KVFormat.FLOAT:
                 quality[f"{load.kv} cache"] = measure_cache_quality(
                     engine.new_sequence().bound,
                     engine.with_float_cache(),
-                    comparison.texts,
-                    lambda fraction: progress(f"comparing the {load.kv} cache with a float cache", fraction),
+                    texts,
+                    partial(progress, f"comparing the {load.kv} cache with a float cache"),
                 )
-        engine.drafters.store_exactness_report(report)
         if as_json:
             write_json(_facts(engine, report, quality, packed))
         else:

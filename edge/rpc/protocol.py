@@ -25,51 +25,43 @@ ModelName: TypeAlias = Annotated[str | None, Meta(description="An id of models/l
 SessionId: TypeAlias = Annotated[str, Meta(description="What session/new or session/restore returned.")]
 
 
-class Params(StrictStruct, kw_only=True):
-    """Parameters of a method."""
-
-
-class Result(msgspec.Struct, kw_only=True):
-    """Result of a method."""
-
-
-class NoParams(Params):
+class NoParams(StrictStruct):
     """No parameters."""
 
 
-class Done(Result):
+class Done(msgspec.Struct):
     """An empty result."""
 
 
-class ClientInfo(Params):
+class ClientInfo(StrictStruct):
     """The program that talks to edge-run."""
 
     name: str
     version: str | None = None
 
 
-class InitializeParams(Params):
+class InitializeParams(StrictStruct):
     """The first request."""
 
     protocol_version: Annotated[int, Meta(ge=1, description="Newest version that the client knows.")]
     client_info: ClientInfo | None = None
 
 
-class ServerInfo(Result):
+class ServerInfo(msgspec.Struct):
     """This program."""
 
     name: str
     version: str
 
 
-class Capabilities(Result):
+class Capabilities(msgspec.Struct):
     """What this version can do."""
 
     methods: list[str]
     notifications: Annotated[list[str], Meta(description="Notifications that the client may receive.")]
 
 
-class Limits(Result):
+class Limits(msgspec.Struct):
     """What is refused above, or waits."""
 
     max_line_bytes: int
@@ -78,7 +70,7 @@ class Limits(Result):
     max_unread_bytes: Annotated[int, Meta(description="Bytes that the client has not read; then answers wait.")]
 
 
-class InitializeResult(Result):
+class InitializeResult(msgspec.Struct):
     """Versions, capabilities and limits."""
 
     protocol_version: Annotated[int, Meta(description="The version that is spoken from now on.")]
@@ -87,7 +79,7 @@ class InitializeResult(Result):
     limits: Limits
 
 
-class ModelInfo(Result):
+class ModelInfo(msgspec.Struct):
     """A model that is offered."""
 
     id: str
@@ -97,19 +89,19 @@ class ModelInfo(Result):
     capabilities: Annotated[list[str], Meta(description="embedding, rerank, or completion, tools and vision.")]
 
 
-class ModelList(Result):
+class ModelList(msgspec.Struct):
     """The models that are offered, the one that answers requests without a name first."""
 
     models: list[ModelInfo]
 
 
-class PullParams(Params):
+class PullParams(StrictStruct):
     """A model on the Hugging Face Hub to download or to update."""
 
     id: Annotated[str, Meta(description="org/name, org/name:variant or org/name:variant@revision.")]
 
 
-class PullResult(Result):
+class PullResult(msgspec.Struct):
     """A downloaded model."""
 
     id: str
@@ -119,33 +111,33 @@ class PullResult(Result):
     offered: Annotated[bool, Meta(description="Whether requests can name it; not if edge-run was given models.")]
 
 
-class ModelParams(Params):
+class ModelParams(StrictStruct):
     """A model."""
 
     model: ModelName = None
 
 
-class UnloadResult(Result):
+class UnloadResult(msgspec.Struct):
     """Whether the model was in memory."""
 
     unloaded: bool
 
 
-class SessionParams(Params):
+class SessionParams(StrictStruct):
     """A new conversation."""
 
     model: ModelName = None
     system: Annotated[str | None, Meta(description="The system message.")] = None
 
 
-class SessionMessage(Result):
+class SessionMessage(msgspec.Struct):
     """A message of a conversation."""
 
     role: str
     content: str | list[dict[str, Any]]
 
 
-class SessionInfo(Result):
+class SessionInfo(msgspec.Struct):
     """An open conversation."""
 
     session_id: str
@@ -154,7 +146,7 @@ class SessionInfo(Result):
     messages: Annotated[list[SessionMessage], Meta(description="What was said so far, the system message included.")]
 
 
-class RestoreParams(Params):
+class RestoreParams(StrictStruct):
     """A conversation that session/save wrote."""
 
     path: str
@@ -169,7 +161,7 @@ class SessionPromptParams(SamplingFields, kw_only=True):
     max_tokens: Annotated[PositiveInt | None, Meta(description="Largest number of tokens to generate.")] = None
 
 
-class Usage(Result):
+class Usage(msgspec.Struct):
     """Numbers of tokens of an answer."""
 
     prompt_tokens: int
@@ -178,7 +170,7 @@ class Usage(Result):
     cached_tokens: Annotated[int, Meta(description="Prompt tokens that were not computed again.")]
 
 
-class Timing(Result):
+class Timing(msgspec.Struct):
     """How long an answer took."""
 
     first_token_s: float
@@ -186,7 +178,7 @@ class Timing(Result):
     tokens_per_second: Annotated[float, Meta(description="After the first token.")]
 
 
-class PromptResult(Result):
+class PromptResult(msgspec.Struct):
     """An answer of a conversation."""
 
     text: str
@@ -196,34 +188,34 @@ class PromptResult(Result):
     reasoning: Annotated[str | UnsetType, Meta(description="What the model thought before it answered.")] = UNSET
 
 
-class SessionIdParams(Params):
+class SessionIdParams(StrictStruct):
     """An open conversation."""
 
     session_id: SessionId
 
 
-class CancelResult(Result):
+class CancelResult(msgspec.Struct):
     """Whether there was an answer to cancel."""
 
     cancelled: bool
 
 
-class SaveParams(Params):
+class SaveParams(StrictStruct):
     """Where to write a conversation; an older file of that name is replaced."""
 
     session_id: SessionId
     path: str
 
 
-class SaveResult(Result):
+class SaveResult(msgspec.Struct):
     """The file that was written."""
 
     path: str
     bytes: int
 
 
-class ChatCompletion(Result):
-    """OpenAI's chat completion object."""
+class Completion(msgspec.Struct):
+    """OpenAI's object of a chat or text completion."""
 
     id: str
     object: str
@@ -233,11 +225,7 @@ class ChatCompletion(Result):
     usage: dict[str, Any]
 
 
-class Completion(ChatCompletion):
-    """OpenAI's text completion object."""
-
-
-class TokenizeResult(Result):
+class TokenizeResult(msgspec.Struct):
     """Token ids."""
 
     tokens: list[int]
@@ -246,7 +234,7 @@ class TokenizeResult(Result):
     pieces: Annotated[list[str] | UnsetType, Meta(description="The text of each token, with with_pieces.")] = UNSET
 
 
-class RankParams(Params):
+class RankParams(StrictStruct):
     """Documents to compare with a query."""
 
     query: str
@@ -255,19 +243,19 @@ class RankParams(Params):
     instruction: Annotated[str | None, Meta(description="What makes a document relevant.")] = None
 
 
-class RankResult(Result):
+class RankResult(msgspec.Struct):
     """How relevant documents are, in their order."""
 
     scores: Annotated[list[float], Meta(description="From 0 to 1.")]
 
 
-class DetokenizeResult(Result):
+class DetokenizeResult(msgspec.Struct):
     """The text of tokens."""
 
     content: str
 
 
-class Memory(Result):
+class Memory(msgspec.Struct):
     """Memory in bytes."""
 
     process: Annotated[int, Meta(description="Resident memory of this process.")]
@@ -276,7 +264,7 @@ class Memory(Result):
     max_models: Annotated[int | None, Meta(description="What all models may take together; null for no limit.")]
 
 
-class DeviceInfo(Result):
+class DeviceInfo(msgspec.Struct):
     """A device that models can run on."""
 
     name: str
@@ -284,7 +272,7 @@ class DeviceInfo(Result):
     vendor: str
 
 
-class PowerState(Result):
+class PowerState(msgspec.Struct):
     """Where the machine's power comes from, and how models run."""
 
     on_battery: Annotated[bool | None, Meta(description="null where the machine does not say.")]
@@ -292,14 +280,14 @@ class PowerState(Result):
     mode: Annotated[str, Meta(description="How a model that is loaded now runs: performance or saver.")]
 
 
-class Requests(Result):
+class Requests(msgspec.Struct):
     """Requests at the moment."""
 
     running: Annotated[int, Meta(description="Requests in progress, this one included.")]
     sessions: Annotated[int, Meta(description="Open sessions.")]
 
 
-class Status(Result):
+class Status(msgspec.Struct):
     """State of the process."""
 
     models: Annotated[list[ModelState], Meta(description="Models in memory, the least recently used first.")]
@@ -309,13 +297,13 @@ class Status(Result):
     power: PowerState
 
 
-class CancelParams(Params):
+class CancelParams(StrictStruct):
     """A request in progress."""
 
     id: RequestId
 
 
-class ProgressParams(Result):
+class ProgressParams(msgspec.Struct):
     """What a request waits for."""
 
     request_id: RequestId
@@ -325,14 +313,14 @@ class ProgressParams(Result):
     total_bytes: int | UnsetType = UNSET
 
 
-class GenerateUpdate(Result):
+class GenerateUpdate(msgspec.Struct):
     """A piece of an answer."""
 
     request_id: RequestId
     chunk: Annotated[dict[str, Any], Meta(description="OpenAI's chat completion chunk, or text completion.")]
 
 
-class SessionUpdate(Result):
+class SessionUpdate(msgspec.Struct):
     """A piece of an answer of a conversation."""
 
     session_id: str
@@ -353,7 +341,7 @@ METHODS: Final[Mapping[str, tuple[type[StrictStruct], type[msgspec.Struct]]]] = 
     "session/save": (SaveParams, SaveResult),
     "session/restore": (RestoreParams, SessionInfo),
     "session/close": (SessionIdParams, Done),
-    "generate": (ChatBody, ChatCompletion),
+    "generate": (ChatBody, Completion),
     "complete": (CompletionBody, Completion),
     "rank": (RankParams, RankResult),
     "tokenize": (TokenizeBody, TokenizeResult),

@@ -63,14 +63,15 @@ class ResponseObjects(GenerationObjects):
             self._event("response.in_progress", response=response),
         ]
 
-    def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """The events of what a chunk adds to the answer; there may be none."""
+    def pieces(self, chunk: Chunk | Reply) -> list[dict[str, Any]]:
+        """The events of what a chunk adds to the answer, or of a whole one; there may be none."""
         events: list[dict[str, Any]] = []
+        calls = chunk.tool_calls if isinstance(chunk, Reply) else joined_calls(chunk.tool_calls)
         if chunk.reasoning:
             events += self._write("reasoning", chunk.reasoning)
         if chunk.text or (chunk.logprobs and not chunk.reasoning and not chunk.tool_calls):
             events += self._write("message", chunk.text, [logprob_object(token) for token in chunk.logprobs])
-        for call in joined_calls(chunk.tool_calls):
+        for call in calls:
             events += self._close("completed")
             events += self._call_events(call)
         return events
@@ -81,7 +82,7 @@ class ResponseObjects(GenerationObjects):
         if self._kind is None and not {"message", "function_call"} & {item["type"] for item in self._items}:
             events = self._open("message")
         events += self._close(status)
-        return [*events, self._event(f"response.{status}", response=self._complete(self._items, reply))]
+        return [*events, self._event(f"response.{status}", response=self._complete(reply))]
 
     def failed(self, error: RequestError) -> list[dict[str, Any]]:
         """The last event of a stream that fails."""
@@ -91,15 +92,9 @@ class ResponseObjects(GenerationObjects):
     def whole(self, *replies: Reply) -> dict[str, Any]:
         """The object of the whole response."""
         (reply,) = replies
-        status = _STATUS[reply.finish_reason]
-        items = []
-        if reply.reasoning:
-            items.append(_item("reasoning", new_id("rs_"), status, [_part("reasoning", reply.reasoning, [])]))
-        if reply.text or not reply.tool_calls:
-            part = _part("message", reply.text, [logprob_object(token) for token in reply.logprobs])
-            items.append(_item("message", new_id("msg_"), status, [part]))
-        items += [_call(new_id("fc_"), call, "completed") for call in reply.tool_calls]
-        return self._complete(items, reply)
+        self.pieces(reply)
+        response: dict[str, Any] = self.ended(reply)[-1]["response"]
+        return response
 
     def _write(self, kind: str, text: str, tokens: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """The events of a piece of a message or of reasoning."""
@@ -148,13 +143,13 @@ class ResponseObjects(GenerationObjects):
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
-    def _complete(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
-        """A response with the items of an answer."""
+    def _complete(self, reply: Reply) -> dict[str, Any]:
+        """The response with the whole answer."""
         stats = reply.stats
         return {
             **self._response(_STATUS[reply.finish_reason]),
             "incomplete_details": _INCOMPLETE.get(reply.finish_reason),
-            "output": items,
+            "output": self._items,
             "usage": {
                 "input_tokens": stats.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": stats.reused_tokens, "cache_write_tokens": 0},

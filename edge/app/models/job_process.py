@@ -224,20 +224,15 @@ def _exactness(arguments: Mapping[str, Any], report: Progress) -> dict[str, Any]
         report: receives the progress.
     """
     from ....runtime.engine_loading import load  # noqa: PLC0415
-    from ....runtime.measure.comparison import Comparison  # noqa: PLC0415
     from ...bench.prompt_sets import bundled_prompts, limit_per_category  # noqa: PLC0415
-    from ...bench.runner import BenchSettings, encode_turn  # noqa: PLC0415
+    from ...bench.runner import compare_texts  # noqa: PLC0415
 
-    max_tokens = int(arguments["max_tokens"])
     conversations = limit_per_category(bundled_prompts(for_shell=bool(arguments["shell"])), int(arguments["limit"]))
     report("loading the model", 0.0)
     with load(str(arguments["model"]), **arguments["load"]) as engine:
         report("loading the model", 1.0)
-        settings = BenchSettings(max_tokens)
-        prompts = [encode_turn(engine, settings, each.exchanges[0]).prompt for each in conversations]
-        found = Comparison(engine, max_tokens).report(prompts, lambda fraction: report("comparing texts", fraction))
-        engine.drafters.store_exactness_report(found)
-        return {"report": found.to_json(), "device": str(engine.device), "prompts": len(prompts)}
+        found, _ = compare_texts(engine, conversations, int(arguments["max_tokens"]), report)
+        return {"report": found.to_json(), "device": str(engine.device), "prompts": len(conversations)}
 
 
 _WORK: Final[Mapping[str, Callable[[Mapping[str, Any], Progress], dict[str, Any]]]] = {

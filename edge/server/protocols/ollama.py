@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 from msgspec.structs import replace
 
@@ -78,7 +78,8 @@ class _Body(StrictStruct, kw_only=True):
             fields.json_schema = self.format
         effort = ("medium" if self.think else "none") if isinstance(self.think, bool) else self.think
         others["max_tokens"] = max(options.num_predict or 0, 0) or None
-        return fields.generation(prompts, others, effort=effort)
+        repeated = {"chats": isinstance(self, OllamaChatBody)}
+        return fields.generation(prompts, others, effort=effort, repeated=repeated)
 
 
 class OllamaChatBody(_Body, kw_only=True):
@@ -137,10 +138,8 @@ def _with_images(message: dict[str, Any], images: Any, place: str) -> dict[str, 
     return {**message, "content": parts}
 
 
-class ChatLines(GenerationObjects):
+class AnswerLines(GenerationObjects):
     """The lines of one answer; the last one has why it ended, and counts. Times are in nanoseconds."""
-
-    chats: ClassVar = True
 
     def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
         """The line of what a chunk adds to the answer."""
@@ -169,13 +168,7 @@ class ChatLines(GenerationObjects):
         optional = {name: value for name, value in {"thinking": thinking, "tool_calls": called}.items() if value}
         message = {"message": {"role": "assistant", "content": text, **optional}}
         head = {"model": self._head["model"], "created_at": _time(time.time())}
-        return {**head, **(message if self.chats else {"response": text, **optional})}
-
-
-class TextLines(ChatLines):
-    """The lines of one answer to a prompt."""
-
-    chats = False
+        return {**head, **(message if self._request.repeated["chats"] else {"response": text, **optional})}
 
 
 def _time(seconds: float | None) -> str:
@@ -277,6 +270,6 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
         *json_routes(service.settings, table, protocol=OLLAMA),
         progress_route(service, OLLAMA, "/api/pull", OllamaPullBody, pull),
         object_route(service, OLLAMA, "/api/embed", OllamaEmbedBody, _embed, encoders=True),
-        generating_route(service, OLLAMA, "/api/chat", OllamaChatBody, ChatLines),
-        generating_route(service, OLLAMA, "/api/generate", OllamaTextBody, TextLines),
+        generating_route(service, OLLAMA, "/api/chat", OllamaChatBody, AnswerLines),
+        generating_route(service, OLLAMA, "/api/generate", OllamaTextBody, AnswerLines),
     ]

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,9 @@ _BACKSLASH: Final = re.compile(r"\\(.)")
 _IMAGE_ENDINGS: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 _COPY_S: Final = 5.0
 """Seconds that a program has to copy text."""
-_COPY_PROGRAMS: Final = {"darwin": "pbcopy", "win32": "clip"}
+_COPY_PROGRAMS: Final[Mapping[str, Sequence[Sequence[str]]]] = {"darwin": [["pbcopy"]], "win32": [["clip"]]}
+_COPY_ELSEWHERE: Final = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"])
+"""Commands that copy their standard input; those of a desktop that is not there fail."""
 _ENCODINGS: Final = {"clip": "utf-16"}
 """Encodings that these programs read, where it is not UTF-8."""
 
@@ -303,7 +306,8 @@ class MessageCommands:
     def _copy(self, _argument: str) -> None:
         """Copy the last answer to the clipboard."""
         answer = self._chat.conversation.last(Role.ASSISTANT)
-        by_program = any(_copied_by(command, answer.content) for command in _programs())
+        commands = _COPY_PROGRAMS.get(sys.platform, _COPY_ELSEWHERE)
+        by_program = any(_copied_by(each, answer.content) for each in commands)
         if can_draw():  # through the terminal, which reaches other machines too
             set_clipboard(answer.content)
         elif not by_program:
@@ -349,7 +353,7 @@ def _sampling_value(name: str, text: str) -> Any:
         raise InputError(f"{name} is {text!r:.60}", f"write a {'whole ' * whole}number") from None
 
 
-def _copied_by(command: tuple[str, ...], text: str) -> bool:
+def _copied_by(command: Sequence[str], text: str) -> bool:
     """Whether a command copied text to the clipboard."""
     program = shutil.which(command[0])
     if program is None:
@@ -363,15 +367,3 @@ def _copied_by(command: tuple[str, ...], text: str) -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return True
-
-
-def _programs() -> list[tuple[str, ...]]:
-    """Commands that copy their standard input on this system."""
-    if (program := _COPY_PROGRAMS.get(sys.platform)) is not None:
-        return [(program,)]
-    found: list[tuple[str, ...]] = []
-    if os.environ.get("WAYLAND_DISPLAY"):
-        found.append(("wl-copy",))
-    if os.environ.get("DISPLAY"):
-        found += [("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input")]
-    return found
