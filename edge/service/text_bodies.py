@@ -225,7 +225,7 @@ class TokenizeBody(StrictStruct):
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
 
     def request(self) -> TokenizeBody:
-        """The body, with one name for what has two."""
+        """The body, whose messages are checked, with one name for what has two."""
         text = self.content = same(self, "content", "prompt")
         self.add_special = same(self, "add_special", "add_special_tokens")
         self.with_pieces = same(self, "with_pieces", "return_token_strs")
@@ -237,13 +237,15 @@ class TokenizeBody(StrictStruct):
                 param="content",
             )
         check_option("template_variables", self.chat_template_kwargs, "chat_template_kwargs")
+        if self.messages is not None:
+            conversation(self.messages)
         return self
 
     def encode(self, engine: Engine) -> list[int]:
         """The token ids.
 
         Raises:
-            RequestError: the messages do not fit together.
+            RequestError: there are too many tools.
             TemplateError: the model has no chat template, or it refuses the messages.
         """
         if self.messages is None:
