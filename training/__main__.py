@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..errors import EdgeError
-from ..export.draft_training.draft_tasks import LossKind
 from ..export.draft_training.optimizer import TrainOptions
 from ..export.draft_training.request import DraftTrainingRequest
-from ..export.draft_training.target_data import AnswerOptions, PromptConversation
+from ..export.draft_training.target_data import PromptConversation
 from ..export.draft_training.torch_llama import BlockRounding, CausalLM
 from ..export.draft_training.training_batches import BatchStream
 from ..export.draft_training.training_loop import TrainingTask, train
+from ..export.draft_training.training_options import LossKind
 from ..export.draft_training.training_run import train_draft
 from ..models.atomic import write_atomically
 from ..models.progress import ProgressDisplay
@@ -153,9 +153,10 @@ def run_draft(arguments: argparse.Namespace) -> None:
         held_out=tuple(PromptConversation((pair.request,)) for pair in pairs.validation),
         loss=arguments.loss,
         hard=arguments.hard,
-        answers=AnswerOptions(max_tokens=48, seed=arguments.seed),
+        max_tokens=48,
+        seed=arguments.seed,
         hidden_size=128,
-        initial=arguments.init,
+        init=arguments.init,
         dropout=arguments.dropout,
         rounding=arguments.rounding,
         device=arguments.device,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ...errors import InputError, missing_extra
+from ...export.draft_training.training_options import HELD_OUT_SHARE, MOST_HELD_OUT, DraftTrainingOptions
 from ...models.progress import ProgressDisplay
 from ...models.user_text import json_lines, read_text, text_of
-from ...runtime.arguments.argument_types import option
 from ..bench.prompt_sets import read_prompts
 from ..terminal.output import write_json, write_line
 from .shared_options import AsJson, OptionsOf, takes_options
@@ -22,74 +20,8 @@ if TYPE_CHECKING:  # PyTorch is an extra
     from ...export.draft_training.request import DraftTrainingRequest
     from ...export.draft_training.target_data import PromptConversation
 
-_MOST_HELD_OUT = 128
-_HELD_OUT_SHARE = 10
-"""One conversation in so many is held out."""
 
-
-class HeadChoice(StrEnum):
-    """Values of `--head`."""
-
-    EAGLE3 = "eagle3"
-
-
-class LossChoice(StrEnum):
-    """Values of `--loss`."""
-
-    CE = "ce"
-    KL = "kl"
-    TVD = "tvd++"
-
-
-@dataclass(frozen=True)
-class TrainDraftOptions:
-    """Options of `edge-run train-draft`."""
-
-    head: HeadChoice | None = option(
-        None, "Train a head on the target's hidden states.", choices=HeadChoice, unset="a small model of its own"
-    )
-    loss: LossChoice = option(
-        LossChoice.KL,
-        "ce: the target's own tokens; kl: its probabilities; tvd++: the rate of acceptance, for a draft that "
-        "is already good (--init).",
-        choices=LossChoice,
-    )
-    layers: int = option(2, "Layers of a draft model.", metavar="N", least=1)
-    hidden_size: int | None = option(
-        None, "Hidden size of a draft model.", metavar="N", least=32, unset="two fifths of the target's"
-    )
-    vocabulary: int = option(
-        32_000, "Tokens of a head: the target's most frequent ones.", flags=("--draft-vocab",), metavar="N", least=2
-    )
-    depth: int = option(4, "Number of tokens of a chain with which a head is trained.", metavar="N", least=1, most=16)
-    init: Path | None = option(None, "Draft checkpoint to start from.", metavar="DIR", unset="random weights")
-    rounding: str | None = option(
-        None, "Train a draft model for a weight format, such as 4/128.", flags=("--round",), metavar="BITS/BLOCK"
-    )
-    max_tokens: int = option(
-        256, "Most tokens of an answer of the target.", flags=("-n", "--max-tokens"), metavar="N", least=2
-    )
-    temperature: float = option(
-        0.0, "Temperature of the target's answers.", flags=("-t", "--temperature"), metavar="T", least=0
-    )
-    limit: int | None = option(None, "Most conversations to take.", metavar="N", least=2, unset="all")
-    held_out: int | None = option(
-        None,
-        "Conversations on which acceptance is measured instead.",
-        metavar="N",
-        least=1,
-        unset=f"one in {_HELD_OUT_SHARE}, at most {_MOST_HELD_OUT}",
-    )
-    steps: int = option(2000, "Most training steps.", metavar="N", least=1)
-    minutes: float | None = option(None, "Time limit of the training, in minutes.", metavar="N", least=0, unset="none")
-    batch_tokens: int = option(4096, "Tokens of a step.", metavar="N", least=1)
-    learning_rate: float = option(3e-3, "Highest learning rate.", metavar="RATE", least=0)
-    evaluate_every: int = option(200, "Steps between two measurements of acceptance.", metavar="N", least=1)
-    seed: int = option(0, "Seed of answers, weights and batches.", metavar="N", least=0)
-    device: str | None = option(None, "Where to train: cpu or cuda.", metavar="NAME", unset="a GPU if PyTorch sees one")
-
-
-_TRAIN: Final = OptionsOf(TrainDraftOptions())
+_TRAIN: Final = OptionsOf(DraftTrainingOptions())
 
 
 @takes_options(_TRAIN, offline=True)
@@ -136,7 +68,7 @@ def train_draft(
     write_line(f"{out}: {best}, at step {record['best_step']} of {record['step']}")
 
 
-def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOptions) -> DraftTrainingRequest:
+def _request(target: str, out: Path, text: Sequence[Path], options: DraftTrainingOptions) -> DraftTrainingRequest:
     """The training that the options ask for.
 
     Raises:
@@ -144,39 +76,30 @@ def _request(target: str, out: Path, text: Sequence[Path], options: TrainDraftOp
     """
     import numpy as np
 
-    from ...export.draft_training.draft_tasks import LossKind
     from ...export.draft_training.optimizer import TrainOptions
-    from ...export.draft_training.request import DraftKind, DraftTrainingRequest
-    from ...export.draft_training.target_data import AnswerOptions, PromptConversation
+    from ...export.draft_training.request import DraftTrainingRequest
+    from ...export.draft_training.target_data import PromptConversation
     from ...export.draft_training.torch_llama import BlockRounding
 
     try:
-        rounded = None if options.rounding is None else BlockRounding.parse(options.rounding)
+        rounded = None if options.round_to is None else BlockRounding.parse(options.round_to)
     except ValueError as error:
         raise InputError(f"--round: {error}", "give a format such as 4/128") from error
     given = _conversations(text, PromptConversation)
     order = np.random.default_rng(options.seed).permutation(len(given)).tolist()
     conversations = [given[index] for index in order[: options.limit]]
-    kept = options.held_out or max(1, min(_MOST_HELD_OUT, len(conversations) // _HELD_OUT_SHARE))
+    kept = options.held_out_count or max(1, min(MOST_HELD_OUT, len(conversations) // HELD_OUT_SHARE))
     if len(conversations) <= kept:
         raise InputError(
             f"{len(conversations)} prompts are too few with {kept} held out", "give more, or a smaller --held-out"
         )
     return DraftTrainingRequest(
+        **vars(options),
         target=target,
         out=out,
         conversations=tuple(conversations[kept:]),
         held_out=tuple(conversations[:kept]),
-        kind=DraftKind.MODEL if options.head is None else DraftKind.EAGLE3,
-        loss=LossKind(options.loss.value),
-        answers=AnswerOptions(options.max_tokens, options.temperature, options.seed),
-        layers=options.layers,
-        hidden_size=options.hidden_size,
-        vocabulary=options.vocabulary,
-        depths=options.depth,
-        initial=options.init,
         rounding=rounded,
-        device=options.device,
         training=TrainOptions(
             steps=options.steps,
             minutes=options.minutes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from .target_data import TargetStates
 from .torch_llama import CausalLM
 from .training_batches import Batch, Example, collate
 from .training_loop import autocast
+from .training_options import LossKind
 
 _SMALLEST_DEVIATION = 1e-4
 CHAIN: Final = 4
@@ -27,17 +27,6 @@ _EVALUATED: Final = 32
 """Number of answers of an evaluating pass."""
 _DEPTH_WEIGHT: Final = 0.8
 """Weight of a depth's loss, relative to the depth before, as in SpecForge."""
-
-
-class LossKind(StrEnum):
-    """What is minimized at every position of the target's answers."""
-
-    CROSS_ENTROPY = "ce"
-    """Cross-entropy of the token that the target wrote."""
-    KL = "kl"
-    """KL divergence of the draft from the target's distribution."""
-    TVD = "tvd++"
-    """Total variation distance, whose complement is the probability of acceptance, with normalized rewards."""
 
 
 class Labels(NamedTuple):

@@ -5,36 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from ...errors import InputError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole
-from .draft_tasks import LossKind
 from .optimizer import TrainOptions
 from .target_data import AnswerOptions, PromptConversation
 from .torch_llama import BlockRounding, ModelShape
+from .training_options import DraftTrainingOptions
 
-DEFAULT_VOCABULARY: Final = 32_000
 _HEAD_MULTIPLE: Final = 128
 _SMALL: Final = 512
 """Hidden size below which heads of 32 channels are used."""
 
 
-class DraftKind(StrEnum):
-    """What is trained."""
-
-    MODEL = "model"
-    """A small Llama model with the target's vocabulary."""
-    EAGLE3 = "eagle3"
-    """An EAGLE-3 head on the target's hidden states."""
-
-
-@dataclass(frozen=True)
-class DraftTrainingRequest:
-    """A draft to train."""
+@dataclass(frozen=True, kw_only=True)
+class DraftTrainingRequest(DraftTrainingOptions):
+    """A draft to train, with the options of its training."""
 
     target: str | None
     """The model to draft for, as for `edgerun.load`."""
@@ -44,27 +33,17 @@ class DraftTrainingRequest:
     """What the target answers, and the draft learns."""
     held_out: tuple[PromptConversation, ...]
     """What acceptance is measured on; always answered greedily."""
-    kind: DraftKind = DraftKind.MODEL
-    loss: LossKind = LossKind.KL
     hard: float = 0.0
     """Weight of the cross-entropy beside KL, 0 to 1, as in `draft_loss`."""
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
-    layers: int = 2
-    """Number of layers of a draft model."""
-    hidden_size: int | None = None
-    """Hidden size of a draft model; None for two fifths of the target's, as a multiple of 128."""
-    vocabulary: int = DEFAULT_VOCABULARY
-    """Largest number of tokens of a head."""
-    depths: int = 4
-    """Number of tokens of a chain with which a head is trained."""
-    initial: Path | None = None
-    """Draft checkpoint to start from; None to start from random weights."""
     dropout: float = 0.0
     rounding: BlockRounding | None = None
     """Weight format to train a draft model for; None for float weights."""
-    device: str | None = None
-    """PyTorch's name of the device that trains; None for a GPU if there is one."""
     training: TrainOptions = field(default_factory=TrainOptions)
+
+    @property
+    def answers(self) -> AnswerOptions:
+        """How the target answers."""
+        return AnswerOptions(self.max_tokens, self.temperature, self.seed)
 
     def model_shape(self, target: Bundle, vocab_size: int, context: int) -> ModelShape:
         """The shape of the draft model of a target.
@@ -95,15 +74,16 @@ class DraftTrainingRequest:
     def settings(self, target: Bundle) -> dict[str, Any]:
         """What has to be the same when a run is continued, as JSON values."""
         prompts = [[each.system, *each.turns] for each in (*self.conversations, *self.held_out)]
-        kept = ("kind", "loss", "hard", "vocabulary", "depths", "dropout")
         settings = {
-            **{name: getattr(self, name) for name in kept},
+            **{name: getattr(self, name) for name in ("loss", "hard", "vocabulary", "dropout")},
+            "kind": "model" if self.head is None else self.head,
+            "depths": self.depth,
             "target": target.fingerprint,
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
             "held_out": len(self.held_out),
             "answers": asdict(self.answers),
             "size": {"layers": self.layers, "hidden_size": self.hidden_size},
-            "initial": None if self.initial is None else str(self.initial),
+            "initial": None if self.init is None else str(self.init),
             "rounding": None if self.rounding is None else asdict(self.rounding),
             "seed": self.training.seed,
             "batch_tokens": self.training.batch_tokens,

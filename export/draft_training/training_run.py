@@ -21,7 +21,7 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load
 from .draft_tasks import SCORE, head_acceptance, head_loss, model_acceptance, model_loss, with_states
 from .eagle_head import EagleNetwork
-from .request import DraftKind, DraftTrainingRequest
+from .request import DraftTrainingRequest
 from .target_data import AnswerOptions, TargetStates, TargetText
 from .torch_llama import CausalLM
 from .training_batches import POOL_EXAMPLES, BatchStream, Example, in_epochs
@@ -60,7 +60,7 @@ def train_draft(
         if not answered or not held_out:
             raise InputError("the target answered none of the prompts", "give prompts that fit its context")
         torch.manual_seed(request.training.seed)
-        task_of = _model_task if request.kind is DraftKind.MODEL else _head_task
+        task_of = _model_task if request.head is None else _head_task
         task = task_of(request, engine, answered, held_out)
         task.model.to(request.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return train(task, request.training, work, progress, report)
@@ -76,10 +76,10 @@ def _model_task(
         raise InputError(f"{bundle.folder} has no tokenizer.json, which the draft needs", "add it")
     contents = {name: path.read_bytes() for name, path in files.items()}
     vocabulary = engine.graph_io.input_vocab
-    if request.initial is None:
+    if request.init is None:
         model = CausalLM(request.model_shape(bundle, vocabulary, engine.context), request.dropout)
     else:
-        model = _initial_model(request.initial, vocabulary, request.dropout)
+        model = _initial_model(request.init, vocabulary, request.dropout)
     model.round_weights(request.rounding)
     context = model.shape.max_position_embeddings
     clipped, stream = [each.clipped(context) for each in held_out], _stream(request, answered, engine, context)
@@ -97,7 +97,7 @@ def _head_task(
     request: DraftTrainingRequest, engine: Engine, answered: Sequence[Example], held_out: Sequence[Example]
 ) -> TrainingTask:
     """Training of an EAGLE-3 head."""
-    if request.rounding is not None or request.initial is not None:
+    if request.rounding is not None or request.init is not None:
         raise InputError("--round and --init are for draft models", "leave them out with --head")
     source = TargetStates(engine.bundle, max(len(each.ids) for each in (*answered, *held_out)))
     kept = head_tokens(answered, sorted(engine.tokenizer.eos), request.vocabulary)
@@ -117,7 +117,7 @@ def _head_task(
     return TrainingTask(
         head,
         lambda number: with_states(stream.examples(number), source, stream.pad),
-        head_loss(head, request.loss, request.depths, request.hard),
+        head_loss(head, request.loss, request.depth, request.hard),
         lambda: head_acceptance(head, held_out, source, stream.pad),
         SCORE,
         lambda: head.write(request.out),

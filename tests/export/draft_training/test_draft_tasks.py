@@ -14,7 +14,6 @@ from edgerun.export.draft_training import training_loop  # noqa: E402
 from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     CHAIN,
     Labels,
-    LossKind,
     chain_passes,
     draft_loss,
     model_acceptance,
@@ -22,6 +21,7 @@ from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
 )
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import Example  # noqa: E402
+from edgerun.export.draft_training.training_options import LossKind  # noqa: E402
 
 VOCABULARY = 5
 
