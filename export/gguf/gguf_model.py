@@ -17,7 +17,8 @@ from ...errors import CheckpointError, InputError
 from ...models.gguf_header import AGAIN, GgufHeader, StoredTensor, read_gguf_header
 from ...models.manifest import WeightFormat
 from ...models.safetensors_file import read_bytes, require_finite
-from ..checkpoint.layout import EMBEDDING, HEAD
+from ..checkpoint.config import parse_config
+from ..checkpoint.layout import expected_tensors
 from ..checkpoint.source import (
     Float32Array,
     ModelSource,
@@ -32,48 +33,6 @@ from .mmproj import Mmproj, find_mmproj
 from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
-_OUTER_TENSORS: Final = {
-    "token_embd.weight": EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
-    "token_embd_norm.weight": "model.embedding_norm.weight",
-    "output.weight": HEAD,
-    ROPE_FACTORS: ROPE_FACTORS,
-}
-_LAYER_TENSORS: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OF_FAMILY: Final[Mapping[str, Mapping[str, str]]] = {
-    "gemma3": {
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    "lfm2": {
-        "attn_norm": "operator_norm",
-        "attn_output": "self_attn.out_proj",
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
-        "shortconv.conv": "conv.conv",
-        "shortconv.in_proj": "conv.in_proj",
-        "shortconv.out_proj": "conv.out_proj",
-    },
-}
-"""Modules of a layer that have other names in a family."""
-_LAYER_TENSOR_NAME: Final = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
 
 
 def is_gguf(path: Path) -> bool:
@@ -112,35 +71,42 @@ class GgufModel(ModelSource):
         self.folder = folder
         self._path, self._header = header.path, header
         self._family = architecture(self._header)
-        layers = self._header.required_count(f"{self._family}.block_count")
         self._tensors: dict[str, StoredTensor] = {}
         self._gguf_names: dict[str, str] = {}
-        modules = {**_LAYER_TENSORS, **_OF_FAMILY.get(self._family, {})}
-        for gguf_name, tensor in header.tensors.items():
-            name, block = _OUTER_TENSORS.get(gguf_name), _LAYER_TENSOR_NAME.fullmatch(gguf_name)
-            if block is not None and block[2] in modules and int(block[1]) < layers:
-                name = f"model.layers.{block[1]}.{modules[block[2]]}.{block[3]}"
-            if name is None:
-                raise CheckpointError(
-                    f"{self._path} holds {gguf_name[:60]!r}, "
-                    f"which is not part of a {self._family} model with {layers} layers",
-                    "export the model's Hugging Face checkpoint instead",
-                )
-            is_conv = name.endswith(".conv.conv.weight") and len(tensor.shape) == 2
-            shape = (tensor.shape[0], 1, tensor.shape[1]) if is_conv else tensor.shape
-            self._tensors[name], self._gguf_names[name] = tensor._replace(shape=shape), gguf_name
-        embedding = header.tensors.get("token_embd.weight")
+        embedding, factors = (header.tensors.get(name) for name in ("token_embd.weight", ROPE_FACTORS))
         if embedding is None:
             raise header.missing("token_embd.weight", AGAIN)
-        self._settings = config_settings(
-            self._header,
-            header.tensors.keys(),
-            embedding.shape[0],
-            self.read(ROPE_FACTORS) if ROPE_FACTORS in self._tensors else None,
-        )
+        if factors is not None:
+            self._tensors[ROPE_FACTORS], self._gguf_names[ROPE_FACTORS] = factors, ROPE_FACTORS
+        divisors = None if factors is None else self.read(ROPE_FACTORS)
+        self._settings = config_settings(self._header, header.tensors.keys(), embedding.shape[0], divisors)
+        self._find_tensors()
         projector = find_mmproj(self._path, self._family)
         self.vision: GgufTower | None = None if projector is None else GgufTower(projector, folder)
         """The vision tower in a file beside this one."""
+
+    def _find_tensors(self) -> None:
+        """Find the tensors of the model by the names that llama.cpp's converter gives them."""
+        from gguf import MODEL_ARCH, get_tensor_name_map  # noqa: PLC0415 -- an extra, imported when used
+
+        config = parse_config(self._settings)
+        modules = get_tensor_name_map(MODEL_ARCH[self._family.upper()], config.layers)
+        for name, shape in expected_tensors(config):
+            module, _, kind = name.rpartition(".")
+            gguf_name = f"{modules.get_name(module)}.{kind}"
+            if (tensor := self._header.tensors.get(gguf_name)) is not None:
+                is_conv = len(shape) == 3 and len(tensor.shape) == 2
+                self._tensors[name] = (
+                    tensor._replace(shape=(tensor.shape[0], 1, tensor.shape[1])) if is_conv else tensor
+                )
+                self._gguf_names[name] = gguf_name
+        others = self._header.tensors.keys() - self._gguf_names.values()
+        if others:
+            raise CheckpointError(
+                f"{self._path} holds {min(others)[:60]!r}, "
+                f"which is not part of a {self._family} model with {config.layers} layers",
+                "export the model's Hugging Face checkpoint instead",
+            )
 
     def write_config_files(self) -> None:
         """Write config.json, tokenizer.json and the other small files of a checkpoint to `folder`.
