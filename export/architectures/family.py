@@ -93,7 +93,7 @@ class Experts:
     bias: bool = False
     """Whether the router and the projections of the experts have biases."""
     stacked: bool = False
-    """Whether one tensor holds all experts of a layer, with alternating rows of gate and up (see `stacked_experts`)."""
+    """Whether one tensor holds all experts of a layer, with alternating rows of gate and up, as gpt-oss has it."""
     alpha: str | None = None
     """Setting of alpha in gate * sigmoid(alpha * gate); None for an alpha of 1."""
     limit: str | None = None

@@ -27,6 +27,8 @@ from ...models.bundle import GRAPH_NAME
 from ...runtime.graph.ort import ORT_ERRORS, SILENT, VERBOSE, error_reason, load_session, run_options, session_options
 from ..graph import inputs_outputs
 
+TOLERANCE: Final = 1e-3
+"""Largest difference that rounding in float32 explains."""
 _BLOCKED: Final = np.float32(-1e9)
 _LOG_MARK: Final = "onnxruntime:"
 """Text in every line that ONNX Runtime logs."""
@@ -52,6 +54,33 @@ def export_errors(what: str, hint: str = "") -> Iterator[None]:
         yield
     except ORT_ERRORS as error:
         raise ExportError(f"{what}: {error_reason(error)}", hint) from error
+
+
+def require_close(
+    found: npt.NDArray[Any],
+    expected: npt.NDArray[Any],
+    what: str,
+    hint: str = "this is a defect of the exporter: please report the model",
+    allowed: float | None = None,
+) -> float:
+    """Return the largest difference of a graph's outputs from the expected ones.
+
+    Args:
+        found: the outputs.
+        expected: what they should be, of the same shape.
+        what: "the exported graph differs from the reference", for the message.
+        hint: what to do about a difference.
+        allowed: the largest difference allowed; None for `TOLERANCE`, times the standard deviation if that is above 1.
+
+    Raises:
+        ExportError: it is larger, or not a number.
+    """
+    difference = float(np.abs(found.astype(np.float64) - expected).max())
+    if allowed is None:
+        allowed = TOLERANCE * max(1.0, float(expected.std(dtype=np.float64)))
+    if not difference <= allowed:
+        raise ExportError(f"{what} by {difference:.2g}, {allowed:.2g} is allowed", hint)
+    return difference
 
 
 class ContractSession:

@@ -42,12 +42,10 @@ from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
 from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized
-from .contract_session import ContractSession
+from .contract_session import ContractSession, require_close
 from .reference import TokenArray, reference_logits
 from .reference_operations import Float64Array
 
-TOLERANCE: Final = 1e-3
-"""Largest allowed logit difference, relative to the standard deviation of the logits if that exceeds 1."""
 MIN_CORRELATION: Final = 0.9
 NUM_TOKENS: Final = 32
 NUM_SINGLE_TOKENS: Final = 2
@@ -122,13 +120,7 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
     progress(0.8)
     graph = with_float_activations(onnx.load(folder / GRAPH_NAME, load_external_data=False))
     logits = _logits_with_cache(ContractSession(folder, len(tokens), graph), tokens)
-    difference = float(np.abs(logits - expected).max())
-    allowed = TOLERANCE * max(1.0, float(expected.std()))
-    if not difference <= allowed:
-        raise ExportError(
-            f"the exported graph differs from the reference by {difference:.2g} in a logit, {allowed:.2g} is allowed",
-            "this is a defect of the exporter: please report the checkpoint",
-        )
+    difference = require_close(logits, expected, "the exported graph differs from the reference")
     progress(0.9)
     if quantized:
         # No name keeps the session, which maps files: Windows could not remove the folder of an export that fails here.

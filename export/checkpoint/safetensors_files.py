@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final
 
@@ -34,7 +34,6 @@ from .source import (
     RowRange,
     ranges_of_rows,
 )
-from .stacked_experts import ExpertStack, expert_part, float_stack, mxfp4_stack
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -43,8 +42,19 @@ _INTEGERS: Final[Mapping[str, np.dtype[np.signedinteger[Any]]]] = {"I64": np.dty
 """Types of integer tensors."""
 _NESTED: Final = (("", "language_model."), ("model.", "model.language_model."), ("model.", "model.text_model."))
 """Prefixes of standard names, and what language models in multimodal ones have instead."""
-_MXFP4_SUFFIX: Final = "_blocks"
-"""Suffix of tensors with MXFP4 codes."""
+_MXFP4: Final = ("_blocks", "_scales")
+"""Suffixes of the tensors with MXFP4 codes and scales.
+
+Codes are [experts, N, K / 32, 16], the first of two in the low nibble of a byte, and scales [experts, N, K / 32]: a
+weight is one of sixteen values times 2 ** (scale - 127). Source: OCP Microscaling Formats 1.0.
+"""
+_FP4_VALUES: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FP4: Final = np.concatenate([_FP4_VALUES, -_FP4_VALUES])
+"""The value of each FP4 code; the highest bit is the sign."""
+_EXPONENT_BIAS: Final = 127
+_EXPERT: Final = re.compile(
+    r"(?P<module>.+)\.experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>gate|up|down)_proj\.weight"
+)
 
 
 class Checkpoint(ModelSource):
@@ -78,7 +88,7 @@ class Checkpoint(ModelSource):
                 f"{name} has shape {list(self.shape(name))}, but config.json implies {list(shape)}",
                 "config.json and the weights belong to different models",
             )
-        dtype = "BF16" if self.has(f"{name}{_MXFP4_SUFFIX}") else self._find(name).dtype
+        dtype = "BF16" if self.has(f"{name}{_MXFP4[0]}") else self._find(name).dtype
         if dtype not in ITEM_BYTES:
             raise CheckpointError(
                 f"{name} has type {dtype}", "supported are F32, F16 and BF16: export the float checkpoint"
@@ -108,8 +118,10 @@ class Checkpoint(ModelSource):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; for stacked experts, of the matrix of all experts."""
-        stack = self._stack(name)
-        return self._find(name).shape if stack is None else stack.shape
+        if (stack := self._stack(name)) is None:
+            return self._find(name).shape
+        experts, rows, columns = stack
+        return experts * rows, columns
 
     def read(self, name: str) -> Float32Array:
         """Read a whole tensor as float32."""
@@ -118,20 +130,26 @@ class Checkpoint(ModelSource):
 
     def read_rows(self, rows: RowRange) -> Float32Array:
         """Read rows of a matrix as float32."""
-        if (stack := self._stack(rows.name)) is not None:
-            return require_finite(rows.name, stack.read_rows(rows.start, rows.stop), DOWNLOAD_AGAIN)
-        tensor = self._find(rows.name)
-        columns = tensor.shape[1]
-        count = (rows.stop - rows.start) * columns
-        return tensor.items(rows.name, rows.start * columns, count).reshape(-1, columns)
+        if self.has(f"{rows.name}{_MXFP4[0]}"):
+            return require_finite(rows.name, self._mxfp4_rows(rows), DOWNLOAD_AGAIN)
+        tensor, stack = self._find(rows.name), self._stack(rows.name)
+        if stack is None:
+            columns = tensor.shape[1]
+            count = (rows.stop - rows.start) * columns
+            return tensor.items(rows.name, rows.start * columns, count).reshape(-1, columns)
+        _, height, columns = stack
+        first, last = rows.start // height, -(-rows.stop // height)
+        elements = tensor.items(rows.name, first * height * columns, (last - first) * height * columns)
+        matrices = elements.reshape(-1, columns, height).transpose(0, 2, 1).reshape(-1, columns)
+        return np.ascontiguousarray(matrices[rows.start - first * height : rows.stop - first * height])
 
     def row_ranges(self, name: str) -> Iterator[RowRange]:
-        """Yield single experts where a tensor stacks them, else ranges of about a million weights."""
-        stack = self._stack(name)
-        if stack is None or not stack.whole:
+        """Yield single experts where a float tensor stacks them, else ranges of about a million weights."""
+        stack = None if self.has(f"{name}{_MXFP4[0]}") else self._stack(name)
+        if stack is None:
             return ranges_of_rows(name, *self.shape(name))
-        rows = stack.rows
-        return (RowRange(name, expert * rows, (expert + 1) * rows) for expert in range(stack.experts))
+        experts, rows, _ = stack
+        return (RowRange(name, expert * rows, (expert + 1) * rows) for expert in range(experts))
 
     def quantized(self, rows: RowRange, weight_format: WeightFormat) -> QuantizedRows:
         """Quantize rows of a matrix by the method of the format."""
@@ -141,21 +159,35 @@ class Checkpoint(ModelSource):
         """Float32, which represents all supported tensor types exactly."""
         return WeightFormat(32)
 
-    def _stack(self, name: str) -> ExpertStack | None:
-        """Return the experts of a layer if the tensor stacks them, else None."""
-        if self.has(f"{name}{_MXFP4_SUFFIX}"):
-            blocks, scales = self._find(f"{name}{_MXFP4_SUFFIX}"), self._find(f"{name}_scales")
+    def _stack(self, name: str) -> tuple[int, int, int] | None:
+        """Experts of a layer, rows and columns of each, if a tensor stacks them as gpt-oss does; else None.
+
+        Float tensors have shape [experts, K, N], so each expert is transposed.
+        """
+        if self.has(f"{name}{_MXFP4[0]}"):
+            blocks, scales = (self._find(f"{name}{suffix}") for suffix in _MXFP4)
             valid = len(blocks.shape) == 4 and blocks.shape[3] == 16 and scales.shape == blocks.shape[:3]
             if not valid or (blocks.dtype, scales.dtype) != ("U8", "U8"):
                 raise CheckpointError(f"{name} does not have the MXFP4 layout of gpt-oss", DOWNLOAD_AGAIN)
             experts, rows, row_blocks, _ = blocks.shape
-            return mxfp4_stack(experts, rows, 32 * row_blocks, partial(blocks.read, name), partial(scales.read, name))
+            return experts, rows, 32 * row_blocks
         tensor = self._find(name)
         # A tensor of stacked experts is named like a module, a convolution's kernels like a weight.
         if len(tensor.shape) != 3 or name.endswith(".weight") or tensor.dtype not in ITEM_BYTES:
             return None
         experts, columns, rows = tensor.shape
-        return float_stack(experts, rows, columns, partial(tensor.items, name))
+        return experts, rows, columns
+
+    def _mxfp4_rows(self, rows: RowRange) -> Float32Array:
+        columns, count = self.shape(rows.name)[1], rows.stop - rows.start
+        codes, exponents = (
+            self._find(f"{rows.name}{suffix}").read(rows.name, rows.start * width, count * width)
+            for suffix, width in zip(_MXFP4, (columns // 2, columns // 32), strict=True)
+        )
+        weights: Float32Array = _FP4[np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, 32)]
+        with np.errstate(over="ignore"):  # the caller checks the result for NaN and infinity
+            scaled = np.ldexp(weights, exponents.astype(np.int32)[:, None] - _EXPONENT_BIAS)
+        return scaled.reshape(-1, columns)
 
     def _stored_name(self, name: str) -> str:
         for standard, stored in self._prefixes:
@@ -173,10 +205,16 @@ class Checkpoint(ModelSource):
         return tensor
 
     def _one_expert(self, name: str) -> SafetensorsTensor | None:
-        """The matrix of one expert in a tensor of all experts of a layer; None where there is none."""
-        if (found := expert_part(self._stored_name(name))) is None:
+        """The matrix of one expert, such as `mlp.experts.3.up_proj.weight`, in a tensor of all experts of a layer.
+
+        Those of Qwen3.5 and Granite have shape [experts, N, K], with the rows of gate above those of up, so that the
+        matrix of each expert lies in one piece. None for other names, and where there is no such tensor.
+        """
+        if (found := _EXPERT.fullmatch(self._stored_name(name))) is None:
             return None
-        names, expert, part, parts = found
+        module, expert, projection = found["module"], int(found["expert"]), found["projection"]
+        parts, stored = (1, ("down", "output")) if projection == "down" else (2, ("gate_up", "input"))
+        names = (f"{module}.experts.{stored[0]}_proj", f"{module}.{stored[1]}_linear.weight")
         stack = next((self._tensors[each] for each in names if each in self._tensors), None)
         if stack is None or len(stack.shape) != 3 or stack.dtype not in ITEM_BYTES:
             return None
@@ -184,7 +222,7 @@ class Checkpoint(ModelSource):
         rows, rest = divmod(all_rows, parts)
         if rest or expert >= experts:
             return None
-        start = (expert * parts + part) * rows * columns * ITEM_BYTES[stack.dtype]
+        start = (expert * parts + (projection == "up")) * rows * columns * ITEM_BYTES[stack.dtype]
         return SafetensorsTensor(stack.file, stack.dtype, (rows, columns), stack.offset + start)
 
 

@@ -26,50 +26,25 @@ from ...models.draft_heads import (
     TARGET_ID_OFFSETS,
 )
 from ...models.manifest import Architecture
-from .torch_llama import MLP, AttentionProjections, Linear, ModelShape, RMSNorm, initialize, rotary_tables
+from .torch_llama import Layer, Linear, ModelShape, RMSNorm, initialize, rotary_tables
 from .training_loop import write_weights
 
 
-class _ChainAttention(AttentionProjections):
-    """Attention of the head's layer over the text and, in a chain, over the tokens of the chain before."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Mix x [B, T, 2 C] at the depth of `chain`, to which keys and values [B, H, T, D] are added.
-
-        The query at index t sees the text up to t, whose keys are the first of the chain, and its own chain: of each
-        later depth the key at index t alone.
-        """
-        length = x.shape[1]
-        query, key, value = self.rotated(x, cos, sin)
-        chain.append((self.repeated(key), self.repeated(value)))
-        keys, values = chain[0]
-        mask = torch.full((length, length), -torch.inf, device=x.device).triu(1)
-        scores = [(query @ keys.transpose(2, 3)).float() * self.head_dim**-0.5 + mask]
-        scores += [(query * own).sum(-1, keepdim=True).float() * self.head_dim**-0.5 for own, _ in chain[1:]]
-        weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).to(value.dtype)
-        mixed = weights[..., :length] @ values
-        for depth, (_, own) in enumerate(chain[1:]):
-            mixed = mixed + weights[..., length + depth : length + depth + 1] * own
-        return self.output(mixed)
-
-
-class _HeadLayer(nn.Module):
+class _HeadLayer(Layer):
     """The head's only layer, which reads an embedding and a hidden state."""
 
     def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.self_attn = _ChainAttention(shape, 2 * shape.hidden_size)
-        self.mlp = MLP(shape)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        super().__init__(shape, inputs=2 * shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(
+    def chained(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, chain: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """The hidden states [B, T, C] after embeddings and hidden states [B, T, C]."""
+        """The hidden states [B, T, C] after embeddings and hidden states [B, T, C]; `chain` is as for `Attention`."""
+        length = hidden.shape[1]
+        mask = torch.full((length, length), -torch.inf, device=hidden.device).triu(1)
         both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1)
-        hidden = hidden + self.self_attn(both, cos, sin, chain)
+        hidden = hidden + self.self_attn(both, cos, sin, mask, chain)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -144,7 +119,7 @@ class EagleNetwork(nn.Module):
         for depth in range(depths):
             read = nn.functional.pad(embedded[:, depth + 1 :], (0, 0, 0, min(length, depth + 1)))
             at = (positions + depth).clamp(max=last)
-            hidden = self.midlayer(read, hidden, self.get_buffer("cos")[at], self.get_buffer("sin")[at], chain)
+            hidden = self.midlayer.chained(read, hidden, self.get_buffer("cos")[at], self.get_buffer("sin")[at], chain)
             outputs.append(self.norm(hidden))
         return outputs
 

@@ -114,8 +114,8 @@ def drop_channels(x: Tensor, share: float) -> Tensor:
     return x * (kept / (1.0 - share))
 
 
-class AttentionProjections(nn.Module):
-    """The projections of self-attention with rotary positions and optional grouped keys and values."""
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and optional grouped keys and values."""
 
     def __init__(self, shape: ModelShape, inputs: int) -> None:
         super().__init__()
@@ -125,36 +125,34 @@ class AttentionProjections(nn.Module):
         self.v_proj = Linear(inputs, self.kv_heads * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, shape.hidden_size)
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, H, T, D] and keys, and values, [B, Hkv, T, D], of x [B, T, C]; cos, sin [T, D]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, chain: list[tuple[Tensor, Tensor]] | None = None
+    ) -> Tensor:
+        """Mix x [B, T, C] along T; cos, sin [T, D], mask [T, T] with 0 or minus infinity.
+
+        In a `chain` of passes, to which keys and values [B, H, T, D] are added, the query at index t sees the text up
+        to t, whose keys are the first of the chain, and its own chain: of each later pass the key at index t alone.
+        """
         query, key, value = (
             projection(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype), value
-
-    def repeated(self, shared: Tensor) -> Tensor:
-        """Keys or values of every query head [B, H, T, D] from grouped ones [B, Hkv, T, D]."""
-        repeats = self.heads // self.kv_heads
-        return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=1)
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """The output [B, T, C] of mixed values [B, H, T, D]."""
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-
-class Attention(AttentionProjections):
-    """Causal self-attention."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        """Mix x [B, T, C] along T; cos, sin [T, D], mask [T, T] with 0 or minus infinity."""
-        query, key, value = self.rotated(x, cos, sin)
-        key, value = self.repeated(key), self.repeated(value)
+        query, key = rotate(query, cos, sin).to(value.dtype), rotate(key, cos, sin).to(value.dtype)
+        if (repeats := self.heads // self.kv_heads) > 1:
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        chain = [] if chain is None else chain
+        chain.append((key, value))
+        keys, values = chain[0]
         # Training sequences are short (about 40 tokens), where plain matrix products beat fused attention kernels on
         # CPUs: measured a fifth off the whole training step.
-        scores = (query @ key.transpose(2, 3)).float() * self.head_dim**-0.5 + mask
-        return self.output(torch.softmax(scores, dim=-1).to(value.dtype) @ value)
+        scores = (query @ keys.transpose(2, 3)).float() * self.head_dim**-0.5 + mask
+        own = [(query * key).sum(-1, keepdim=True).float() * self.head_dim**-0.5 for key, _ in chain[1:]]
+        weights = torch.softmax(torch.cat([scores, *own], dim=-1) if own else scores, dim=-1).to(value.dtype)
+        mixed = weights[..., : x.shape[1]] @ values
+        for depth, (_, value) in enumerate(chain[1:], x.shape[1]):
+            mixed = mixed + weights[..., depth : depth + 1] * value
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
 
 
 class MLP(nn.Module):
@@ -175,10 +173,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream through dropout."""
 
-    def __init__(self, shape: ModelShape, dropout: float) -> None:
+    def __init__(self, shape: ModelShape, dropout: float = 0.0, inputs: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size)
+        self.self_attn = Attention(shape, inputs or shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
         self.dropout = dropout

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 from threadpoolctl import threadpool_limits
 
-from ...errors import ExportError, InputError
+from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME
 from ...models.draft_heads import HeadKind
 from ...models.manifest import DraftPairing
@@ -19,9 +19,9 @@ from ...models.progress import Progress, counted
 from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
-from ..check.contract_session import ContractSession, ModelSession
+from ..check.contract_session import ContractSession, ModelSession, require_close
 from ..check.head_reference import reference_head, reference_medusa
-from ..check.parity import TOLERANCE, RoundedLinears, quantized_weights, with_float_activations
+from ..check.parity import RoundedLinears, quantized_weights, with_float_activations
 from ..check.reference_operations import looked_up
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
@@ -157,12 +157,8 @@ def _check_medusa(folder: Path, heads: MedusaHeads, plan: QuantPlan, graph: onnx
     )
     expected = np.exp(log_softmax(logits))
     best = np.sort(expected, axis=-1)[:, ::-1][:, : found.shape[1]]
-    difference = max(float(np.abs(found - each).max()) for each in (best, np.take_along_axis(expected, ids, axis=-1)))
-    if not difference <= TOLERANCE:
-        raise ExportError(
-            f"the exported Medusa heads differ from the reference by {difference:.2g} in a probability",
-            "this is a defect of the exporter: please report the heads",
-        )
+    for each in (best, np.take_along_axis(expected, ids, axis=-1)):
+        require_close(found, each, "the exported Medusa heads differ from the reference")
 
 
 def _check_head(folder: Path, target: BundleContent, head: FeatureHead, plan: QuantPlan) -> None:
@@ -192,12 +188,7 @@ def _check_head(folder: Path, target: BundleContent, head: FeatureHead, plan: Qu
     for logits, states, place in head_passes(folder, graph, tokens, features, hidden):
         last = place.stop - 1
         for found, wanted in ((logits[-1], expected[last]), (states[-1], expected_states[last])):
-            difference = float(np.abs(found - wanted).max())
-            if not difference <= TOLERANCE * max(1.0, float(wanted.std())):
-                raise ExportError(
-                    f"the exported draft head differs from the reference by {difference:.2g}",
-                    "this is a defect of the exporter: please report the head",
-                )
+            require_close(found, wanted, "the exported draft head differs from the reference")
 
 
 def head_passes(

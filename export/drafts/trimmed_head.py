@@ -31,7 +31,7 @@ from ...models.bundle import (
     digest_file,
 )
 from ...models.file_system import move
-from ...models.manifest import MANIFEST_NAME, Architecture
+from ...models.manifest import MANIFEST_NAME
 from ...models.progress import Progress
 from ...runtime.engine_loading import load
 from ...runtime.measure.bundle_timing import BundleTimer
@@ -39,7 +39,7 @@ from ...runtime.speculation.drafters.target_drafts import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import change_manifest, read_manifest
 from ..calibration.calibration_text import CalibrationText
-from ..check.contract_session import ContractSession
+from ..check.contract_session import ContractSession, require_close
 from ..graph import inputs_outputs
 from ..graph.initializers import WeightFile
 from ..recipe import DraftTokens
@@ -62,8 +62,8 @@ TokenIds = npt.NDArray[np.int64]
 
 _BY_ROW: Final = (1, 2, 3, 5)
 """Inputs of MatMulNBits with a row or an element for each output: codes, scales, zero points, bias."""
-_TOLERANCE: Final = 1e-4
 """Largest difference of a kept logit, relative to the standard deviation of the logits where that exceeds 1."""
+_TOLERANCE: Final = 1e-4
 _COMPARED_POSITIONS: Final = 8
 """Number of positions whose logits are compared."""
 DEFAULT_TOKENS: Final = 65536
@@ -158,7 +158,14 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
             shutil.copyfile(source, folder / name)
     manifest = read_manifest(whole.folder)
     architecture = manifest.architecture
-    _require_same(whole.folder, folder, architecture, kept)
+    count = min(_COMPARED_POSITIONS, architecture.context)
+    tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, count)
+    expected, found = (
+        ContractSession(each, count).forward(tokens, np.arange(count)) for each in (whole.folder, folder)
+    )
+    expected = expected[:, kept]
+    allowed = _TOLERANCE * max(1.0, float(expected.std()))
+    require_close(found, expected, "the trimmed draft's logits differ from the whole draft's", allowed=allowed)
     names = (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES)
     files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     manifest = replace(
@@ -205,20 +212,6 @@ def trimmed_own_draft(folder: Path, kept: TokenIds) -> EditableGraph:
     graph = EditableGraph.open(folder / DRAFT_GRAPH_NAME)
     trim_head(graph, kept)
     return graph
-
-
-def _require_same(whole: Path, trimmed: Path, architecture: Architecture, kept: TokenIds) -> None:
-    """Check that a trimmed draft computes the whole one's logits of the kept tokens."""
-    count = min(_COMPARED_POSITIONS, architecture.context)
-    tokens = np.random.default_rng(0).integers(0, architecture.vocab_size, count)
-    expected, found = (ContractSession(folder, count).forward(tokens, np.arange(count)) for folder in (whole, trimmed))
-    expected = expected[:, kept]
-    difference = float(np.abs(expected - found).max())
-    if not difference <= _TOLERANCE * max(1.0, float(expected.std())):
-        raise ExportError(
-            f"the trimmed draft's logits differ from the whole draft's by {difference:.2g}",
-            "this is a defect of the exporter: please report the draft",
-        )
 
 
 def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | None, progress: Progress) -> str:

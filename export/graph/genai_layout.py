@@ -25,8 +25,8 @@ from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
 from ...models.json_file import is_finite, is_whole
 from ...models.variants import GENAI_CONFIG
-from ..check.contract_session import ContractSession, ModelSession
-from ..check.parity import TOLERANCE, with_float_activations
+from ..check.contract_session import ContractSession, ModelSession, require_close
+from ..check.parity import with_float_activations
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import read_json
@@ -70,12 +70,7 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
     float_original, float_rewritten = with_float_activations(original), with_float_activations(model)
     expected = ContractSession(folder, len(tokens), float_original).forward(tokens, np.arange(len(tokens)))
     logits = _logits_with_growing_cache(folder, float_rewritten, config, tokens)
-    difference = float(np.abs(logits - expected).max())
-    if not difference <= TOLERANCE * max(1.0, float(expected.std())):
-        raise ExportError(
-            f"the graph for GenAI differs by {difference:.2g} in a logit from the one it was made of",
-            "this is a bug in the exporter: please report it with the checkpoint",
-        )
+    require_close(logits, expected, "the graph for GenAI differs from the one it was made of")
 
 
 def _logits_with_growing_cache(folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray) -> Floats:

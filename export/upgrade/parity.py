@@ -21,7 +21,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
 from ...models.progress import Progress, silent
-from ..check.contract_session import ContractSession, ModelSession
+from ..check.contract_session import TOLERANCE, ContractSession, ModelSession, require_close
 from ..check.parity import Parity, mean_kl, with_float_activations
 from ..graph import inputs_outputs
 from .contract_inputs import AttentionShape
@@ -29,8 +29,6 @@ from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
 from .editable import EditableGraph
 from .graph_parts import Array, in_place
 
-TOLERANCE: Final = 1e-3
-"""Largest difference of a logit, in units of the logits' spread where that exceeds 1."""
 HALF_TOLERANCE: Final = 5e-2
 """`TOLERANCE` for a source that computes in half precision."""
 MIN_CORRELATION: Final = 0.5
@@ -143,19 +141,18 @@ def require_same(folder: Path, model: ModelProto, reference: Reference, progress
     """
     progress("checking", 0.0)
     session = ContractSession(folder, len(reference.tokens) + 2, with_float_activations(model))
-    differences = {
-        where: float(np.abs(found.astype(np.float64) - expected).max())
+    differences = [
+        require_close(
+            found,
+            expected,
+            f"the upgraded graph differs from the source {where}",
+            "run the model as it is, and please report it",
+            reference.tolerance,
+        )
         for where, found, expected in _passes(session, reference)
-    }
-    for where, difference in differences.items():
-        if not difference <= reference.tolerance:
-            raise ExportError(
-                f"the upgraded graph differs from the source {where} by {difference:.2g} in a logit, "
-                f"{reference.tolerance:.2g} is allowed",
-                "run the model as it is, and please report it",
-            )
+    ]
     progress("checking", 0.5)
-    return max(differences.values())
+    return max(differences)
 
 
 def measure(folder: Path, reference: Reference, difference: float) -> Parity:

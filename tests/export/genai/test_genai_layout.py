@@ -135,7 +135,7 @@ def test_a_graph_with_other_logits_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, weights=FP32)
     config = read_config(bundle)
     narrowed = tuple(dataclasses.replace(layer, window=3) for layer in config.attention)
-    with pytest.raises(ExportError, match=r"the graph for GenAI differs by .* from the one it was made of"):
+    with pytest.raises(ExportError, match=r"the graph for GenAI differs from the one it was made of by"):
         write_genai_layout(bundle, dataclasses.replace(config, attention=narrowed), 256)
 
 
