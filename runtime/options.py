@@ -13,8 +13,7 @@ from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
 from .arguments.argument_types import documented, option, same_option
 from .arguments.load_options import LoadOptions
-from .arguments.search_options import SearchOptions
-from .arguments.steering_options import SteeringOptions
+from .arguments.search_options import SearchOptions, SteeringOptions
 from .blocks.commit_rules import BlockOptions
 from .graph.bound_graph import ImagesOfText
 from .kv.arena import shared_tokens

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache, wraps
-from typing import Any, Final, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import InputError
 from ...models.json_file import shown
@@ -87,7 +87,7 @@ def _hints(owner: Any) -> dict[str, Any]:
 
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def _described_options(hint: Any) -> str:

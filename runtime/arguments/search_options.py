@@ -1,4 +1,4 @@
-"""Options of strategies that compare several continuations of a prompt."""
+"""Options of strategies that compare several continuations of a prompt, and of what steers an answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .argument_types import OptionRecord, option
 
 _MOST_BEAMS: Final = 64
 _MOST_LENGTH_PENALTY: Final = 10.0
+_MOST_STRENGTH: Final = 1000.0
+"""Largest factor: much larger ones only overflow, which would look like damaged weights."""
 
 
 def _is_expression(text: str) -> bool:
@@ -92,3 +94,22 @@ class SearchOptions(OptionRecord):
     def votes(self) -> bool:
         """Whether answers vote."""
         return self.vote or self.vote_by is not None
+
+
+@dataclass(frozen=True)
+class SteeringOptions(OptionRecord):
+    """What a model that was loaded with adapters or control vectors answers with."""
+
+    adapter: str | None = option(
+        None, "Name of a LoRA adapter that the model was loaded with.", metavar="NAME", unset="the model itself"
+    )
+    control: str | None = option(
+        None, "Name of a control vector that the model was loaded with.", metavar="NAME", unset="none"
+    )
+    control_strength: float = option(
+        1.0,
+        "Factor on the control vector; below 0, it steers the other way.",
+        accepts=lambda strength: abs(strength) <= _MOST_STRENGTH,
+        range=f"between -{_MOST_STRENGTH:g} and {_MOST_STRENGTH:g}",
+        metavar="X",
+    )

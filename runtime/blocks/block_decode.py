@@ -26,7 +26,7 @@ from ..sampling.sampler import Sampler, SamplingParams
 from ..speculation.rounds import DraftOrigin, OriginKind
 from ..strategies.second_reader import ReaderSequence, ReaderStage, SecondReader
 from .block_passes import Block, BlockReader, CausalBlocks, WholeTexts
-from .commit_rules import Candidates, CommitRule, Threshold, most_confident
+from .commit_rules import Candidates, CommitRule, most_confident
 
 if TYPE_CHECKING:
     from ..options import GenerateOptions
@@ -76,7 +76,7 @@ class BlockChoices:
         """The choices of options whose strategies have these second readers; None for a model without blocks."""
         if (blocks := graph_io.blocks) is None:
             return None
-        rule = options.block_rule if isinstance(options.block_rule, CommitRule) else Threshold()
+        rule = options.block_rule if isinstance(options.block_rule, CommitRule) else CommitRule.parse("threshold")
         ends = tokenizer.line_ends() if rule.reads_line_ends else frozenset()
         stages = [each.start(SamplingParams(), graph_io.vocab_size, tokenizer) for each in options.strategies]
         compared = [stage.compared for stage in stages if isinstance(stage, ReaderStage)]

@@ -8,11 +8,11 @@ other, so the more a rule keeps at once, the further the text may be from one th
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ import numpy.typing as npt
 from ...errors import CheckpointError, InputError
 from ...models.block_diffusion import BlockDiffusion
 from ...models.safetensors_file import read_safetensors
-from ..arguments.argument_types import OptionRecord, option
+from ..arguments.argument_types import Option, OptionRecord, option
+from ..arguments.named_rules import Amount, Count, NamedRule, Share
 
 if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Chosen = npt.NDArray[np.bool_]
 _PROPHET_GAPS: Final = (7.5, 5.0, 2.5)
 """Differences of logits in the first, second and last third of a block, as published."""
+_DISTANCE: Final = Option("", least=0)
 
 
 class Candidates(NamedTuple):
@@ -49,255 +51,132 @@ class Candidates(NamedTuple):
     """Number of tokens of a block."""
 
 
-class CommitRule(OptionRecord):
-    """Says which candidates to keep. Where it keeps none, the one with the highest confidence is kept."""
+def most_confident(found: Candidates, n: Count = 1) -> Chosen:
+    """The `n` candidates with the highest confidence; of equal ones the first in the text.
 
-    reads_line_ends: ClassVar[bool] = False
-    """Whether it reads `Candidates.ends`."""
-
-    @abstractmethod
-    def keeps(self, found: Candidates) -> Chosen:
-        """Which candidates to keep: bool `[c]`."""
-
-    @staticmethod
-    def parse(text: str) -> CommitRule:
-        """Parse a name and its numbers, such as `local-leap:0.9,4,0.75`; numbers may be left out from the last one on.
-
-        Raises:
-            InputError: the text is something else, or a number is out of range.
-        """
-        name, _, numbers = text.partition(":")
-        kind = COMMIT_RULES.get(name)
-        values = [_parsed(each) for each in numbers.split(",")] if numbers else []
-        if kind is None or len(values) > len(fields(kind)):  # type: ignore[arg-type]
-            raise InputError(f"block_rule is {text!r:.60}", f"give one of {', '.join(COMMIT_RULES)} with its numbers")
-        return kind(*values)
-
-
-def _parsed(value: str) -> float | int | str:
-    try:
-        return int(value) if value.isdecimal() else float(value)
-    except ValueError:
-        return value
-
-
-def most_confident(found: Candidates, count: int) -> Chosen:
-    """The `count` candidates with the highest confidence; of equal ones the first in the text."""
+    Source: LLaDA (arXiv 2502.09992), remasking by low confidence.
+    """
     kept = np.zeros(found.places.size, np.bool_)
-    kept[np.argsort(-found.confidence, kind="stable")[:count]] = True
+    kept[np.argsort(-found.confidence, kind="stable")[:n]] = True
     return kept
 
 
-@dataclass(frozen=True)
-class InOrder(CommitRule):
+def _in_order(found: Candidates, n: Count = 1) -> Chosen:
     """The first candidates in the text. One at a time is the order of ordinary decoding.
 
     Source: SDAR's sequential order.
     """
-
-    count: int = option(1, "Number of tokens that a pass keeps.", least=1, label="block rule: in-order N")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """The first ones."""
-        return np.arange(found.places.size) < self.count
+    return np.arange(found.places.size) < n
 
 
-@dataclass(frozen=True)
-class Fixed(CommitRule):
-    """A fixed number of candidates, those with the highest confidence.
-
-    Source: LLaDA (arXiv 2502.09992), remasking by low confidence.
-    """
-
-    count: int = option(1, "Number of tokens that a pass keeps.", least=1, label="block rule: fixed N")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """The most confident ones."""
-        return most_confident(found, self.count)
-
-
-@dataclass(frozen=True)
-class Threshold(CommitRule):
+def _threshold(found: Candidates, p: Share = 0.9) -> Chosen:
     """All candidates of at least some confidence.
 
     Source: Fast-dLLM (arXiv 2505.22618).
     """
-
-    least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: threshold P")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Those that are confident enough."""
-        return found.confidence >= self.least
+    return found.confidence >= p
 
 
-@dataclass(frozen=True)
-class Factor(CommitRule):
+def _factor(found: Candidates, f: Amount = 1.0) -> Chosen:
     """The n most confident candidates for the largest n with (n + 1)(1 - confidence of the n-th) below a factor.
 
     Under this bound the most likely tokens of the product of the distributions are those of the joint one.
 
     Source: Fast-dLLM (arXiv 2505.22618), theorem 1.
     """
-
-    factor: float = option(1.0, "The factor.", least=0, label="block rule: factor F")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """As many as the bound allows."""
-        ranked = -np.sort(-found.confidence)
-        fits = (np.arange(ranked.size) + 2) * (1 - ranked) < self.factor
-        return most_confident(found, int(np.flatnonzero(fits).max(initial=-1)) + 1)
+    ranked = -np.sort(-found.confidence)
+    fits = (np.arange(ranked.size) + 2) * (1 - ranked) < f
+    return most_confident(found, int(np.flatnonzero(fits).max(initial=-1)) + 1)
 
 
-@dataclass(frozen=True)
-class LowEntropy(CommitRule):
-    """All candidates of distributions with little entropy.
+def _low_entropy(found: Candidates, h: Amount = 0.3) -> Chosen:
+    """All candidates of distributions with an entropy of at most so many nats.
 
     Source: EB-Sampler (arXiv 2505.24857), position by position.
     """
-
-    most: float = option(0.3, "Largest entropy, in nats.", least=0, label="block rule: entropy H")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Those of certain distributions."""
-        return found.entropy <= self.most
+    return found.entropy <= h
 
 
-@dataclass(frozen=True)
-class TotalLoss(CommitRule):
-    """The most confident candidates as long as their negative log-probabilities stay within a budget together.
+def _total_loss(found: Candidates, b: Amount = 0.3) -> Chosen:
+    """The most confident candidates whose negative log-probabilities stay within a budget together, in nats.
 
     Source: Early termination by total loss.
     """
-
-    nats: float = option(0.3, "Largest sum of negative log-probabilities, in nats.", least=0, label="block rule: nll B")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Those within the budget."""
-        losses = np.cumsum(-np.log(-np.sort(-np.maximum(found.confidence, 1e-300))))
-        return most_confident(found, int((losses <= self.nats).sum()))
+    losses = np.cumsum(-np.log(-np.sort(-np.maximum(found.confidence, 1e-300))))
+    return most_confident(found, int((losses <= b).sum()))
 
 
-@dataclass(frozen=True)
-class Prophet(CommitRule):
+def _prophet(found: Candidates, s: Amount = 1.0) -> Chosen:
     """All candidates at once, as soon as the two best logits are far enough apart on average; before, one at a time.
 
-    Source: Prophet (arXiv 2508.19982).
+    The value is a factor on the published gaps. Source: Prophet (arXiv 2508.19982).
     """
-
-    scale: float = option(1.0, "Factor on the published gaps.", least=0, label="block rule: prophet S")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """All, or the most confident one."""
-        known = 1 - found.places.size / found.size
-        gap = _PROPHET_GAPS[min(int(known * len(_PROPHET_GAPS)), len(_PROPHET_GAPS) - 1)]
-        return np.full(found.places.size, bool(found.gap.mean() >= self.scale * gap))
+    known = 1 - found.places.size / found.size
+    gap = _PROPHET_GAPS[min(int(known * len(_PROPHET_GAPS)), len(_PROPHET_GAPS) - 1)]
+    return np.full(found.places.size, bool(found.gap.mean() >= s * gap))
 
 
-@dataclass(frozen=True)
-class LocalLeap(CommitRule):
-    """Confident candidates, and less confident ones near them.
+def _local_leap(found: Candidates, p: Share = 0.9, w: Annotated[int, _DISTANCE] = 4, q: Share = 0.75) -> Chosen:
+    """Confident candidates, and less confident ones within a number of tokens of them.
 
     Source: LocalLeap (arXiv 2510.07081).
     """
-
-    anchor: float = option(0.9, "Least confidence of an anchor.", least=0, most=1, label="block rule: local-leap P")
-    radius: int = option(4, "Distance from an anchor in tokens.", least=0, label="block rule: local-leap W")
-    near: float = option(0.75, "Least confidence near an anchor.", least=0, most=1, label="block rule: local-leap Q")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Anchors and their neighbours."""
-        anchors = found.confidence >= self.anchor
-        distance = np.abs(found.places[:, None] - found.places[anchors])
-        is_near: Chosen = (distance <= self.radius).any(axis=1)
-        return anchors | (is_near & (found.confidence >= self.near))
+    anchors = found.confidence >= p
+    distance = np.abs(found.places[:, None] - found.places[anchors])
+    is_near: Chosen = (distance <= w).any(axis=1)
+    return anchors | (is_near & (found.confidence >= q))
 
 
-@dataclass(frozen=True)
-class Stable(CommitRule):
-    """Candidates that have stayed the same, and are not unlikely.
+def _stable(found: Candidates, n: Count = 2, p: Share = 0.5) -> Chosen:
+    """Candidates that have stayed the same in a number of passes, and are not unlikely.
 
     Source: R2-dLLM's stable tokens.
     """
-
-    passes: int = option(2, "Passes with the same candidate.", least=1, label="block rule: stable N")
-    least: float = option(0.5, "Least confidence.", least=0, most=1, label="block rule: stable P")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """The steady ones."""
-        return (found.steady >= self.passes) & (found.confidence >= self.least)
+    return (found.steady >= n) & (found.confidence >= p)
 
 
-@dataclass(frozen=True)
-class Unit(CommitRule):
+def _unit(found: Candidates, p: Share = 0.9) -> Chosen:
     """A unit of text: the first candidates, up to the first one that is not confident enough.
 
     Source: lexical unit decoding (arXiv 2405.15208).
     """
-
-    least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: unit P")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """The first ones as long as they are confident."""
-        kept: Chosen = np.logical_and.accumulate(found.confidence >= self.least)
-        return kept
+    kept: Chosen = np.logical_and.accumulate(found.confidence >= p)
+    return kept
 
 
-@dataclass(frozen=True)
-class AdaBlock(CommitRule):
+def _ada_block(found: Candidates, p: Share = 0.9, e: Share = 0.3, n: Count = 16) -> Chosen:
     """Confident candidates up to the end of a line, so that blocks end where sentences and steps do.
 
-    Source: AdaBlock-dLLM (arXiv 2509.26432). There the end of a block stays as it was found in its first pass; here it
-    is found anew in every pass, and the line ends that are known no longer count.
+    Without a line's end of the confidence `e`, they are within `n` tokens. Source: AdaBlock-dLLM (arXiv 2509.26432).
+    There the end of a block stays as it was found in its first pass; here it is found anew in every pass, and the line
+    ends that are known no longer count.
     """
-
-    reads_line_ends: ClassVar[bool] = True
-    least: float = option(0.9, "Least confidence.", least=0, most=1, label="block rule: ada-block P")
-    ending: float = option(0.3, "Least confidence of a line's end.", least=0, most=1, label="block rule: ada-block E")
-    length: int = option(16, "Tokens of a block without such an end.", least=1, label="block rule: ada-block N")
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Those within the block, at least one."""
-        ends = np.where(found.ends, found.confidence, -1)
-        last = int(ends.argmax())
-        if ends[last] >= self.ending:
-            inside = found.places <= found.places[last]
-        else:
-            inside = found.places < found.places[0] + self.length
-        kept: Chosen = inside & (found.confidence >= self.least)
-        kept[np.where(inside, found.confidence, -1).argmax()] = True
-        return kept
+    ends = np.where(found.ends, found.confidence, -1)
+    last = int(ends.argmax())
+    inside = found.places <= found.places[last] if ends[last] >= e else found.places < found.places[0] + n
+    kept: Chosen = inside & (found.confidence >= p)
+    kept[np.where(inside, found.confidence, -1).argmax()] = True
+    return kept
 
 
-@dataclass(frozen=True)
-class Learned(CommitRule):
+def _learned(found: Candidates, file: str = "", p: Share = 0.9) -> Chosen:
     """Candidates that a small network takes for those of the finished text, given the confidences of the whole block.
 
     The file has `hidden.weight` `[h, B]`, `hidden.bias` `[h]`, `output.weight` `[B, h]` and `output.bias` `[B]`, of a
     block of B tokens. Source: Learn2PD (arXiv 2509.25188).
+
+    Raises:
+        InputError: it is for blocks of another size.
     """
-
-    file: str = option("", "Safetensors file of the network.", label="block rule: learned FILE")
-    least: float = option(0.9, "Least probability.", least=0, most=1, label="block rule: learned P")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _network(self.file)
-
-    def keeps(self, found: Candidates) -> Chosen:
-        """Those that the network is sure of.
-
-        Raises:
-            InputError: it is for blocks of another size.
-        """
-        weights = _network(self.file)
-        if (size := weights["output.bias"].size) != found.size:
-            raise InputError(f"{self.file} is for blocks of {size} tokens, not {found.size}", "give another block_rule")
-        confidence = np.ones(size)
-        confidence[found.places] = found.confidence
-        hidden = np.maximum(weights["hidden.weight"] @ confidence + weights["hidden.bias"], 0)
-        scores = (weights["output.weight"] @ hidden + weights["output.bias"])[found.places]
-        kept: Chosen = 1 / (1 + np.exp(-scores)) >= self.least
-        return kept
+    weights = _network(file)
+    if (size := weights["output.bias"].size) != found.size:
+        raise InputError(f"{file} is for blocks of {size} tokens, not {found.size}", "give another block_rule")
+    confidence = np.ones(size)
+    confidence[found.places] = found.confidence
+    hidden = np.maximum(weights["hidden.weight"] @ confidence + weights["hidden.bias"], 0)
+    scores = (weights["output.weight"] @ hidden + weights["output.bias"])[found.places]
+    kept: Chosen = 1 / (1 + np.exp(-scores)) >= p
+    return kept
 
 
 @cache
@@ -321,20 +200,43 @@ def _network(file: str) -> dict[str, npt.NDArray[np.float32]]:
     return tensors
 
 
-COMMIT_RULES: Final[dict[str, type[CommitRule]]] = {
-    "in-order": InOrder,
-    "fixed": Fixed,
-    "threshold": Threshold,
-    "factor": Factor,
-    "entropy": LowEntropy,
-    "nll": TotalLoss,
-    "prophet": Prophet,
-    "local-leap": LocalLeap,
-    "stable": Stable,
-    "unit": Unit,
-    "ada-block": AdaBlock,
-    "learned": Learned,
+COMMIT_RULES: Final[Mapping[str, Callable[..., Chosen]]] = {
+    "in-order": _in_order,
+    "fixed": most_confident,
+    "threshold": _threshold,
+    "factor": _factor,
+    "entropy": _low_entropy,
+    "nll": _total_loss,
+    "prophet": _prophet,
+    "local-leap": _local_leap,
+    "stable": _stable,
+    "unit": _unit,
+    "ada-block": _ada_block,
+    "learned": _learned,
 }
+"""The rules by name. A rule says which candidates to keep, bool `[c]`, by the numbers that docs/blocks.md lists."""
+
+
+class CommitRule(NamedRule):
+    """Says which candidates to keep. Where it keeps none, the one with the highest confidence is kept."""
+
+    option = "block_rule"
+    table = COMMIT_RULES
+    hint = f"give one of {', '.join(COMMIT_RULES)} with its numbers"
+
+    def __post_init__(self) -> None:
+        if self.name == "learned":
+            _network(self.values[0])
+
+    @property
+    def reads_line_ends(self) -> bool:
+        """Whether it reads `Candidates.ends`."""
+        return self.name == "ada-block"
+
+    def keeps(self, found: Candidates) -> Chosen:
+        """Which candidates to keep: bool `[c]`."""
+        kept: Chosen = self.apply(found)
+        return kept
 
 
 @dataclass(frozen=True)

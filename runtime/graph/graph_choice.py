@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Self
 import numpy.typing as npt
 
 from ...errors import EdgeError
-from ..arguments.steering_options import SteeringOptions
+from ..arguments.search_options import SteeringOptions
 from ..kv.arena import KVArena
 from .bound_graph import BoundGraph, NewTokens, Steering
 from .bound_session import BoundSession

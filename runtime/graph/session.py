@@ -14,7 +14,7 @@ import onnxruntime as ort
 from ...errors import BundleError, EdgeError, InputError
 from ...models.onnx_file.wire import external_files, mapped_model
 from ...models.user_folders import cache_folder
-from ..arguments.steering_options import SteeringOptions
+from ..arguments.search_options import SteeringOptions
 from ..devices.device_lock import device_lock
 from ..devices.processor import Power, available_memory
 from ..devices.providers import CPU_PROVIDER, Device, add_device

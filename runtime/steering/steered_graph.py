@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...models.bundle import Bundle
 from ...models.find import path_of_user
 from ..arguments.load_options import LoadOptions
-from ..arguments.steering_options import SteeringOptions
+from ..arguments.search_options import SteeringOptions
 from ..graph.bound_graph import NewTokens, Steering
 from ..graph.graph_choice import STEERED, FurtherGraph
 from ..graph.model_metadata import ModelMetadata

@@ -9,17 +9,17 @@ the draft model chose, of which one pass of the target verifies more.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ..arguments.argument_types import OptionRecord, option
+from ..arguments.argument_types import Option, OptionRecord, option
+from ..arguments.named_rules import Amount, NamedRule, Share
 from ..sampling.logit_stage import Logits
 from ..sampling.sampler import Sampler, SamplingParams
 from ..sampling.token_mask import TokenConstraint
@@ -35,6 +35,7 @@ _WINDOW: Final = 5
 _SENTENCE_ENDS: Final = (b".", b"!", b"?", b"\xe3\x80\x82", b"\xef\xbc\x81", b"\xef\xbc\x9f")
 """The last three are UTF-8 of the full stop, the exclamation and the question mark of Chinese and Japanese."""
 
+_TOKENS: Final = Option("", least=0)
 _CONTRADICTING: Final = ("exact", "branch", "grammar_aligned", "draft_sampling", "strategies")
 """Options that are refused beside a rule."""
 
@@ -56,113 +57,64 @@ class Position(NamedTuple):
     """The text of a token."""
 
 
-class LossyRule(OptionRecord):
-    """Says which tokens are the draft model's choice; the rules there are stand in `RULES`."""
-
-    @abstractmethod
-    def takes_draft(self, at: Position) -> bool:
-        """Whether the draft model's choice is taken."""
-
-    @staticmethod
-    def parse(text: str) -> LossyRule:
-        """Parse a name and its numbers, such as `bild:0.6,3`.
-
-        Raises:
-            InputError: the text is something else, or a number is out of range.
-        """
-        name, _, numbers = text.partition(":")
-        kind = RULES.get(name)
-        try:
-            values = [int(number) if number.isdecimal() else float(number) for number in numbers.split(",")]
-        except ValueError:
-            values = []
-        if kind is None or len(values) != len(fields(kind)):  # type: ignore[arg-type]
-            hint = "give bild:A,B, typical:E, entropy:H or lead:N with numbers, such as bild:0.6,3"
-            raise InputError(f"lossy is {text!r:.60}", hint)
-        return kind(*values)
-
-    def __str__(self) -> str:
-        name = next(name for name, kind in RULES.items() if kind is type(self))
-        return f"{name}:{','.join(f'{value:g}' for value in vars(self).values())}"
-
-
-@dataclass(frozen=True)
-class BigLittle(LossyRule):
+def _bild(at: Position, a: Share, b: Amount) -> bool:
     """The draft model writes until it is unsure, and the target takes back what it finds unlikely.
 
-    Big Little Decoder (Kim et al., NeurIPS 2023). With a fallback of 0 and an infinite rollback all tokens are the
-    draft model's; with a fallback of 1 or a rollback of 0 all are the target's.
+    The draft model is sure of a token above a probability, and the target objects below a log-probability in nats: Big
+    Little Decoder (Kim et al., NeurIPS 2023). With 0 and inf all tokens are the draft model's; with 1 or a `b` of 0 all
+    are the target's.
     """
-
-    fallback: float = option(
-        0.6, "Probability of its token above which the draft model is sure.", least=0, most=1, label="lossy: bild A"
-    )
-    rollback: float = option(
-        3.0, "Largest negative log-probability of the token under the target, in nats.", least=0, label="lossy: bild B"
-    )
-
-    def takes_draft(self, at: Position) -> bool:
-        """Whether the draft model is sure, and the target does not object."""
-        sure = math.exp(_logprob(at.draft, at.token)) > self.fallback
-        return sure and -_logprob(at.target, at.token) <= self.rollback
+    return math.exp(_logprob(at.draft, at.token)) > a and -_logprob(at.target, at.token) <= b
 
 
-@dataclass(frozen=True)
-class Typical(LossyRule):
+def _typical(at: Position, e: Share) -> bool:
     """The draft model's token is taken where it is typical for the target.
 
     Its probability has to be above the smaller of a threshold, and the square root of that times exp(-entropy): typical
     acceptance (Cai et al. 2024, Medusa). With a threshold of 0 all tokens are the draft model's.
     """
-
-    threshold: float = option(0.09, "Probability that always is typical.", least=0, most=1, label="lossy: typical E")
-
-    def takes_draft(self, at: Position) -> bool:
-        """Whether the token is typical."""
-        least = min(self.threshold, math.sqrt(self.threshold) * math.exp(-_entropy(at.target)))
-        return math.exp(_logprob(at.target, at.token)) > least
+    least = min(e, math.sqrt(e) * math.exp(-_entropy(at.target)))
+    return math.exp(_logprob(at.target, at.token)) > least
 
 
-@dataclass(frozen=True)
-class LowEntropy(LossyRule):
+def _low_entropy(at: Position, h: Amount) -> bool:
     """The draft model writes where it is certain of what comes, whatever the target thinks of that.
 
-    Entropy adaptive decoding (Simonds 2025), here with the draft model's entropy throughout and without a shortest stay
-    with one model.
+    Its mean entropy over the last positions is at most so many bits: Entropy adaptive decoding (Simonds 2025), here
+    with the draft model's entropy throughout and without a shortest stay with one model.
     """
-
-    bits: float = option(1.0, "Largest mean entropy of the draft model, in bits.", least=0, label="lossy: entropy H")
-
-    def takes_draft(self, at: Position) -> bool:
-        """Whether the mean entropy of the last positions is small."""
-        at.entropies.append(_entropy(at.draft) / math.log(2))
-        return sum(at.entropies) / len(at.entropies) <= self.bits
+    at.entropies.append(_entropy(at.draft) / math.log(2))
+    return sum(at.entropies) / len(at.entropies) <= h
 
 
-@dataclass(frozen=True)
-class SentenceLead(LossyRule):
-    """The target begins every sentence, and the draft model completes it.
+def _lead(at: Position, n: Annotated[int, _TOKENS]) -> bool:
+    """The target begins every sentence with a number of tokens, and the draft model completes it.
 
     FoReaL-Decoding (Li et al. 2025), without its random choice of the sentences that the target begins. A sentence ends
     with a token that ends with a full stop, a question or an exclamation mark, or has a line break.
     """
+    begun = len(at.answer) - n
+    return begun >= 0 and not any(_ends_sentence(at.token_bytes(token)) for token in at.answer[begun:])
 
-    tokens: int = option(
-        8, "Number of tokens at the beginning of a sentence that are the target's.", least=0, label="lossy: lead N"
-    )
+
+RULES: Final[Mapping[str, Callable[..., bool]]] = {
+    "bild": _bild,
+    "typical": _typical,
+    "entropy": _low_entropy,
+    "lead": _lead,
+}
+
+
+class LossyRule(NamedRule):
+    """Says which tokens are the draft model's choice."""
+
+    option = "lossy"
+    table = RULES
+    hint = "give bild:A,B, typical:E, entropy:H or lead:N with numbers, such as bild:0.6,3"
 
     def takes_draft(self, at: Position) -> bool:
-        """Whether the sentence has begun."""
-        begun = len(at.answer) - self.tokens
-        return begun >= 0 and not any(_ends_sentence(at.token_bytes(token)) for token in at.answer[begun:])
-
-
-RULES: Final[dict[str, type[LossyRule]]] = {
-    "bild": BigLittle,
-    "typical": Typical,
-    "entropy": LowEntropy,
-    "lead": SentenceLead,
-}
+        """Whether the draft model's choice is taken."""
+        return bool(self.apply(at))
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arguments.argument_types import option
-from ..sampling.logit_stage import Logits, LogitStage
-from .strategy import Strategy
-
-if TYPE_CHECKING:
-    from ..sampling.sampler import SamplingParams
-    from ..text.tokenizer import TextTokenizer
+from ..sampling.logit_stage import Logits
+from .strategy import Strategy, StrategyStage
 
 _LARGEST_PENALTY: Final = 1e6
 _LONGEST_PENALIZED: Final = 128
@@ -36,40 +32,29 @@ class Dry(Strategy):
     last: int = option(-1, "Number of tokens that are searched; -1 for all.", least=-1)
     breakers: str = option('\n:"*', "Characters that no repeated sequence goes across.")
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text."""
-        return _Dry(self, tokenizer)
-
-
-class _Dry(LogitStage):
-    def __init__(self, options: Dry, tokenizer: TextTokenizer) -> None:
-        super().__init__()
-        self._options: Final = options
-        self._token_bytes: Final = tokenizer.token_bytes
-        self._breakers: Final = [each.encode() for each in options.breakers]
-
-    def scores(self, logits: Logits) -> Logits:
+    def scores(self, logits: Logits, text: StrategyStage) -> Logits:
         """Lower the logits of the tokens that followed an earlier occurrence of the last tokens."""
-        penalties = self._penalties()
+        penalties = self._penalties(text)
         if not penalties:
             return logits
         adjusted = logits.copy()
         adjusted[list(penalties)] -= np.fromiter(penalties.values(), np.float32, len(penalties))
         return adjusted
 
-    def _penalties(self) -> dict[int, float]:
+    def _penalties(self, text: StrategyStage) -> dict[int, float]:
         """For each token that would continue a long enough repeated sequence, the penalty for the longest one."""
-        least, last = self._options.allowed_length, self._options.last
-        tokens = np.array(self.tokens if last < 0 else self.tokens[max(len(self.tokens) - last, 0) :], np.intp)
+        tokens = np.array(
+            text.tokens if self.last < 0 else text.tokens[max(len(text.tokens) - self.last, 0) :], np.intp
+        )
         ends = np.arange(tokens.size - 1)  # earlier occurrences of the last tokens end before tokens[ends + 1]
         found: dict[int, float] = {}
         for length in range(1, min(tokens.size, _LONGEST_PENALIZED + 1)):
             final = int(tokens[-length])
             ends = ends[ends >= length - 1]
             ends = ends[tokens[ends - (length - 1)] == final]
-            if not ends.size or any(each in self._token_bytes.of(final) for each in self._breakers):
+            if not ends.size or any(each.encode() in text.tokenizer.token_bytes.of(final) for each in self.breakers):
                 break
-            if length >= least:
+            if length >= self.allowed_length:
                 penalty = self._penalty(length)
                 found |= dict.fromkeys(tokens[ends + 1].tolist(), penalty)
                 if penalty == self._penalty(length + 1):  # of all longer ones too
@@ -77,8 +62,8 @@ class _Dry(LogitStage):
         return found
 
     def _penalty(self, length: int) -> float:
-        power = min(self._options.base ** (length - self._options.allowed_length), _LARGEST_PENALTY)
-        return min(self._options.multiplier * power, _LARGEST_PENALTY)
+        power = min(self.base ** (length - self.allowed_length), _LARGEST_PENALTY)
+        return min(self.multiplier * power, _LARGEST_PENALTY)
 
 
 @dataclass(frozen=True)
@@ -91,30 +76,18 @@ class Momentum(Strategy):
     k: int = option(5, "Number of the likeliest tokens to choose from.", least=1, most=1000)
     alpha: float = option(0.2, "Resistance of a token by the length of what it would repeat.", least=0, most=100)
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text."""
-        return _Momentum(self, greedy=params.greedy)
-
-
-class _Momentum(LogitStage):
-    def __init__(self, options: Momentum, *, greedy: bool) -> None:
-        super().__init__()
-        self._options: Final = options
-        self._greedy: Final = greedy
-
-    def scores(self, logits: Logits) -> Logits:
+    def scores(self, logits: Logits, text: StrategyStage) -> Logits:
         """Each of the k likeliest tokens has its probability, less alpha for every token of what it would repeat."""
-        options, best = self._options, int(logits.argmax())
-        tokens = np.array(self.tokens, np.intp)
+        tokens, best = np.array(text.tokens, np.intp), int(logits.argmax())
         if best not in tokens:
             return logits
-        k = min(options.k, int((logits > -np.inf).sum()))
+        k = min(self.k, int((logits > -np.inf).sum()))
         ids = np.argpartition(-logits, k - 1)[:k]
         weights = np.exp(logits - logits[best], dtype=np.float64)
         resistances = np.array([_repeated_length(tokens, token) for token in ids.tolist()])
         scores = np.full_like(logits, -np.inf)
-        left = weights[ids] / weights.sum() - options.alpha * resistances
-        if not self._greedy:  # sampled in proportion to what is left; where nothing is, the best token is taken
+        left = weights[ids] / weights.sum() - self.alpha * resistances
+        if not text.params.greedy:  # sampled in proportion to what is left; where nothing is, the best token is taken
             shares = np.maximum(left, 0) if left.max() > 0 else left == left.max()
             with np.errstate(divide="ignore"):
                 left = np.log(shares, dtype=np.float64)

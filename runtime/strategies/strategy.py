@@ -1,22 +1,24 @@
 """What a decoding strategy is, and how one is found by its name.
 
-A strategy sees the tokens of a text and the logits of its next position, and returns other logits or probabilities; see
-`LogitStage`. As it depends on nothing else, drafts are verified losslessly under it, a seed gives one text, and texts
-may share their passes. A package of somebody else's adds one by an entry point of the group `edgerun.strategies`.
+A strategy sees the tokens of a text and the logits of its next position, and returns other logits or probabilities. As
+it depends on nothing else, drafts are verified losslessly under it, a seed gives one text, and texts may share their
+passes. A package of somebody else's adds one by an entry point of the group `edgerun.strategies`.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from ...errors import InputError
 from ..arguments.argument_types import OptionRecord
-from ..sampling.logit_stage import LogitStage
+from ..sampling.logit_stage import Logits, LogitStage, Weights
 
 if TYPE_CHECKING:
     from ..sampling.sampler import SamplingParams
@@ -57,9 +59,26 @@ class Strategy(OptionRecord):
     reads_anchor: ClassVar[bool] = False
     """Whether the second reader is the anchor that the model was loaded with, and not the model itself."""
 
-    @abstractmethod
+    def scores(self, logits: Logits, text: StrategyStage) -> Logits:
+        """Return the changed logits, float32 `[V]`, after a text; `logits` is not modified."""
+        del text
+        return logits
+
+    def kept(self, probabilities: Weights) -> Weights:
+        """Change the probabilities, float64 `[k]`, of the tokens that may come, where the strategy `filters`.
+
+        Returns:
+            Weights `[k]`; 0 leaves a token out, and one must not be 0. The array may be the one that was given.
+        """
+        return probabilities
+
     def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text of a model with `vocab_size` logits, whose other sampling options are `params`."""
+        """Begin a text of a model with `vocab_size` logits, whose other sampling options are `params`.
+
+        A strategy that remembers more of a text than its tokens returns a stage of its own.
+        """
+        del vocab_size
+        return StrategyStage(self, params, tokenizer)
 
     def second_prompt(self, prompt_ids: list[int], chat: ChatPrompt | None, tokenizer: TextTokenizer) -> list[int]:
         """Token ids of the prompt of the second reader; those of the prompt itself where nothing else is said.
@@ -75,6 +94,31 @@ class Strategy(OptionRecord):
         """
         del chat, tokenizer
         return prompt_ids
+
+
+class StrategyStage(LogitStage):
+    """One text of a strategy.
+
+    Args:
+        strategy: says what is done.
+        params: the other sampling options.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, strategy: Strategy, params: SamplingParams, tokenizer: TextTokenizer) -> None:
+        super().__init__()
+        self._strategy: Final = strategy
+        self.params: Final = params
+        self.tokenizer: Final = tokenizer
+
+    def scores(self, logits: Logits) -> Logits:
+        """What the strategy makes of the logits."""
+        return self._strategy.scores(logits, self)
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
+        """What the strategy makes of the probabilities."""
+        del ids
+        return self._strategy.kept(weights / weights.sum()) if self._strategy.filters else weights
 
 
 def strategy_class(name: str) -> type[Strategy]:

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from ..text.tokenizer import TextTokenizer
 
 
-def _surprises(probabilities: Weights) -> Weights:
-    """Negative natural logarithms, infinite where a probability is 0."""
-    with np.errstate(divide="ignore"):
-        return -np.log(probabilities)
-
-
 def _entropy(probabilities: Weights) -> float:
     """Entropy in nats."""
     some = probabilities[probabilities > 0]
@@ -45,24 +39,14 @@ class Typical(Strategy):
         range="above 0 and below 1",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text."""
-        return _Typical(self.mass)
-
-
-class _Typical(LogitStage):
-    def __init__(self, mass: float) -> None:
-        super().__init__()
-        self._mass: Final = mass
-
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
+    def kept(self, probabilities: Weights) -> Weights:
         """Keep the tokens whose surprise is closest to the entropy, until they have the mass together."""
-        probabilities = weights / weights.sum()
-        distance = np.abs(_surprises(probabilities) - _entropy(probabilities))
+        with np.errstate(divide="ignore"):
+            distance = np.abs(-np.log(probabilities) - _entropy(probabilities))
         order = np.argsort(distance, kind="stable")
-        reached = int(np.searchsorted(np.cumsum(probabilities[order]), self._mass))
-        weights[distance > distance[order[min(reached, order.size - 1)]]] = 0
-        return weights
+        reached = int(np.searchsorted(np.cumsum(probabilities[order]), self.mass))
+        probabilities[distance > distance[order[min(reached, order.size - 1)]]] = 0
+        return probabilities
 
 
 @dataclass(frozen=True)
@@ -80,22 +64,11 @@ class Eta(Strategy):
         range="above 0 and below 1",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text."""
-        return _Eta(self.epsilon)
-
-
-class _Eta(LogitStage):
-    def __init__(self, epsilon: float) -> None:
-        super().__init__()
-        self._epsilon: Final = epsilon
-
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
+    def kept(self, probabilities: Weights) -> Weights:
         """Keep the tokens of at least the probability, and the likeliest one."""
-        probabilities = weights / weights.sum()
-        least = min(self._epsilon, math.sqrt(self._epsilon) * math.exp(-_entropy(probabilities)))
-        weights[probabilities < min(least, probabilities.max())] = 0
-        return weights
+        least = min(self.epsilon, math.sqrt(self.epsilon) * math.exp(-_entropy(probabilities)))
+        probabilities[probabilities < min(least, probabilities.max())] = 0
+        return probabilities
 
 
 @dataclass(frozen=True)
@@ -153,24 +126,12 @@ class Xtc(Strategy):
         range="above 0 and at most 0.5",
     )
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
-        """Begin a text."""
-        return _Xtc(self)
-
-
-class _Xtc(LogitStage):
-    def __init__(self, options: Xtc) -> None:
-        super().__init__()
-        self._options: Final = options
-
-    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
+    def kept(self, probabilities: Weights) -> Weights:
         """Mix both distributions, with and without the likeliest tokens, by how often each is to be sampled from."""
-        probabilities = weights / weights.sum()
-        likely = probabilities >= self._options.threshold
+        likely = probabilities >= self.threshold
         if likely.sum() < 2:
-            return weights
+            return probabilities
         likely &= probabilities > probabilities[likely].min()
         rest = np.where(likely, 0, probabilities)
-        share = self._options.probability
-        mixed: Weights = (1 - share) * probabilities + share * rest / rest.sum()
+        mixed: Weights = (1 - self.probability) * probabilities + self.probability * rest / rest.sum()
         return mixed

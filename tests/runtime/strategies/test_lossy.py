@@ -215,8 +215,8 @@ def test_an_answer_that_outgrows_the_context_goes_on(bundle: Path) -> None:
     [
         ({"lossy": "bild:1"}, "lossy is 'bild:1'; give bild:A,B, typical:E, entropy:H or lead:N with numbers"),
         ({"lossy": "sure:1"}, "lossy is 'sure:1'"),
-        ({"lossy": "lead:x"}, "lossy is 'lead:x'"),
-        ({"lossy": "lead:2.5"}, "tokens is 2.5; it must be a whole number"),
+        ({"lossy": "lead:x"}, "lossy: lead N is 'x'; it must be a whole number"),
+        ({"lossy": "lead:2.5"}, "lossy: lead N is 2.5; it must be a whole number"),
         ({"lossy": "bild:2,1"}, "lossy: bild A is 2; it must be between 0 and 1"),
         ({"lossy": "entropy:nan"}, "lossy: entropy H is nan; it must be 0 or more"),
         ({"lossy": "lead:1", "exact": True}, "lossy and exact are both given; leave one of them out"),

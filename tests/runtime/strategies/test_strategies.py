@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgerun
-from edgerun import EdgeError, Engine, InputError, LogitStage, Monitor, ResponseFormat, Speculation, Strategy, strategy
+from edgerun import EdgeError, Engine, InputError, Monitor, ResponseFormat, Speculation, Strategy, strategy
 from edgerun.edge.cli.main import main
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.strategies.branch import FirstToken
-from edgerun.runtime.strategies.strategy import STRATEGIES, parse_strategy
+from edgerun.runtime.strategies.strategy import STRATEGIES, StrategyStage, parse_strategy
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 
 pytest.importorskip("support.tiny_models", reason="needs the export extra")
@@ -276,20 +276,13 @@ def test_strategies_on_the_command_line(tiny_bundle: Path, capsys: pytest.Captur
     assert parse_strategy("dry:multiplier=2,breakers=x") == strategies[0]
 
 
-class _Reversed(LogitStage):
-    """Prefers the least likely token."""
-
-    def scores(self, logits: Any) -> Any:
-        return -logits
-
-
 class Reverse(Strategy):
-    """A strategy of another package."""
+    """A strategy of another package, which prefers the least likely token."""
 
     name: ClassVar[str] = "reverse"
 
-    def start(self, params: SamplingParams, vocab_size: int, tokenizer: Any) -> LogitStage:
-        return _Reversed()
+    def scores(self, logits: Any, text: StrategyStage) -> Any:
+        return -logits
 
 
 def test_other_packages_add_strategies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,13 +325,13 @@ def test_a_monitor_sees_the_whole_answer_where_a_full_context_has_left_some_out(
 def test_dry_reads_a_long_repetition_up_to_the_largest_penalty(
     multiplier: float, base: float, penalty: float, length: int
 ) -> None:
-    tokenizer, looked_at = Letters(), list[int]()
+    looked_at = list[int]()
+    tokenizer: Any = SimpleNamespace(token_bytes=SimpleNamespace(of=lambda token: looked_at.append(token) or b"a"))
     stage = strategy("dry", multiplier=multiplier, base=base).start(SamplingParams(), VOCAB, tokenizer)
     stage.observe_prompt([1] * 400)
-    stage._token_bytes = SimpleNamespace(of=lambda token: looked_at.append(token) or b"a")
     expected = [0.0, pytest.approx(-penalty), *[0.0] * (VOCAB - 2)]
     assert stage.scores(np.zeros(VOCAB, np.float32)).tolist() == expected
-    assert len(looked_at) < length * len(stage._breakers)
+    assert len(looked_at) < length * len('\n:"*')
 
 
 def test_a_breaker_is_a_whole_character(engine: Engine) -> None:
