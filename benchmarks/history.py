@@ -34,8 +34,7 @@ from edgerun.edge.bench.ratios import PLAIN, MeasuredTurn, compare_modes
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.result import Reply, Stats
 from edgerun.runtime.speculation.choice import Speculation
-from edgerun.runtime.speculation.drafters.history import HistoryDrafter
-from edgerun.runtime.speculation.drafters.history_store import HistoryStore
+from edgerun.runtime.speculation.drafters.history_store import HistoryDrafter, HistoryStore
 from edgerun.runtime.speculation.drafters.interface import Drafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from shapes import SHAPES

@@ -22,6 +22,7 @@ from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
+from .sampling.logit_adjustments import FirstToken
 from .sampling.logit_stage import LogitStage
 from .sampling.logprobs import LogSoftmax
 from .sampling.sampler import Sampler, SamplingParams
@@ -30,7 +31,6 @@ from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies, TokenSampler
-from .strategies.branch import FirstToken
 from .strategies.lossy import LossyRule, LossySampler
 from .strategies.search import SearchSampler, search_steps
 from .strategies.second_reader import ReaderSequence, SecondReader, followed

@@ -43,7 +43,7 @@ from .speculation.choice import Speculation
 from .speculation.draft_loading import DraftTarget, PlacedDraft
 from .speculation.pool import DrafterPool
 from .speculation.replay import OracleMode, Recording
-from .strategies.anchor_model import anchor_sequences
+from .strategies.anchored import anchor_sequences
 from .strategies.search_choice import search_of
 from .strategies.second_reader import second_readers, with_second_prompts
 from .structure.format_compiler import FormatCompiler

@@ -83,8 +83,7 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions
         0.0,
         "End the answer before the token with which the geometric mean of its tokens' probabilities falls below this; "
         "0 for never.",
-        accepts=lambda mean: 0 <= mean < 1,
-        range="at least 0 and below 1",
+        within="[0, 1)",
         metavar="P",
     )
     ignore_eos: bool = option(
@@ -102,8 +101,7 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions
         1,
         f"Number of answers to the prompt, 1 to {MOST_ANSWERS}. The first has the seed, the next 1 more, and so on. "
         "Without sampling all of them are equal, so one is generated.",
-        accepts=lambda n: 1 <= n <= MOST_ANSWERS,
-        range=f"between 1 and {MOST_ANSWERS}",
+        within=f"[1, {MOST_ANSWERS}]",
         flags=("--n", "--answers"),
         metavar="N",
     )
@@ -118,8 +116,7 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions
         1.0,
         f"Confidence, {LEAST_CONFIDENCE} to 1, at which an answer of best_of is stopped because it will not be "
         "returned; at 1, once it cannot be.",
-        accepts=lambda confidence: LEAST_CONFIDENCE <= confidence <= 1,
-        range=f"between {LEAST_CONFIDENCE} and 1",
+        within=f"[{LEAST_CONFIDENCE}, 1]",
         metavar="P",
     )
     branch: bool = option(

@@ -36,7 +36,7 @@ _MIN_TOKENS: Final = 100
 """Fewest tokens after the first one, of all answers of a mode, that give a ratio."""
 _MAX_SPREAD: Final = 1.5
 """Ratio of the quartiles of plain decoding's rates above which the machine was not steady."""
-_LEARNING: Final = SOURCE_NAMES[Source.RECYCLED]
+_LEARNING: Final = SOURCE_NAMES[Source.RECYCLE]
 
 
 @dataclass(frozen=True)

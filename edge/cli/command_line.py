@@ -16,7 +16,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ...errors import EdgeError, InputError
-from ...runtime.text.panic_messages import panic_messages_hidden
+from ...runtime.text.tokenizer_library import panic_messages_hidden
 from ...version import __version__
 from ..terminal.output import showing_warnings, write_error, write_line
 from .ctrl_c import INTERRUPTED, CommandInterrupts

@@ -7,7 +7,7 @@ import inspect
 import numbers
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -166,8 +166,10 @@ class Option:
     """Smallest value; None for no limit."""
     most: float | None = None
     """Largest value; None for no limit."""
+    within: str = ""
+    """An interval in which a value has to be, such as `(0, 1]` with 1 and without 0, where two bounds do not say it."""
     accepts: Callable[[Any], bool] | None = None
-    """Whether a value is in the range, where two bounds do not say it."""
+    """Whether a value is in the range, where no interval says it."""
     range: str = ""
     """The range in words; empty for the words of the bounds."""
     choices: type[StrEnum] | None = None
@@ -194,12 +196,19 @@ class Option:
                 expected = self.range or f"one of {', '.join(self.choices)}"
                 raise InputError(f"{name} is {value!r:.60}", f"it must be {expected}")
             return
-        if self.accepts is not None:
+        bounds = f"{self.least} or more" if self.most is None else f"between {self.least} and {self.most}"
+        if self.within:
+            low, high = self.within[1:-1].split(", ")
+            above, below = self.within[0] == "(", self.within[-1] == ")"
+            excluded = [float(low)] * above + [float(high)] * below
+            fits = float(low) <= value <= float(high) and value not in excluded
+            bounds = f"{'above' if above else 'at least'} {low} and {'below' if below else 'at most'} {high}"
+            bounds = bounds if above or below else f"between {low} and {high}"
+        elif self.accepts is not None:
             fits = self.accepts(value)
         else:
             fits = (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
         if not fits:
-            bounds = f"{self.least} or more" if self.most is None else f"between {self.least} and {self.most}"
             raise InputError(f"{self.label or name} is {value}", f"it must be {self.range or bounds}")
 
 
@@ -217,6 +226,12 @@ def same_option(record: type[Any], name: str, default: Any, **declared: Any) -> 
 def options_of(record: type[Any]) -> Mapping[str, Option]:
     """The options of a record by the names of their fields."""
     return {each.name: each.metadata[_OPTION] for each in dataclasses.fields(record) if _OPTION in each.metadata}
+
+
+def given_of(instance: Any, names: Iterable[str]) -> list[str]:
+    """Those of some options that a record has, with another value than their defaults."""
+    defaults = {each.name: each.default for each in dataclasses.fields(instance)}
+    return [name for name in names if (value := getattr(instance, name, None)) and value != defaults[name]]
 
 
 def check_ranges(instance: Any) -> None:

@@ -98,8 +98,7 @@ class LoadOptions(OptionRecord):
         1.0,
         "Share of the tokens of an image that stay: those that look alike are merged, so that fewer tokens are read "
         "and cached. Answers may become wrong, in particular with less than 0.5. Example: --lossy-image-tokens 0.75",
-        accepts=lambda share: 0 < share <= 1,
-        range="above 0 and at most 1",
+        within="(0, 1]",
         metavar="SHARE",
     )
     prefix_disk: int = option(

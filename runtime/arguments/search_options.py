@@ -9,9 +9,6 @@ from typing import Final
 from .argument_types import OptionRecord, option
 
 _MOST_BEAMS: Final = 64
-_MOST_LENGTH_PENALTY: Final = 10.0
-_MOST_STRENGTH: Final = 1000.0
-"""Largest factor: much larger ones only overflow, which would look like damaged weights."""
 
 
 def _is_expression(text: str) -> bool:
@@ -47,8 +44,7 @@ class SearchOptions(OptionRecord):
     length_penalty: float = option(
         1.0,
         "Exponent of the length by which the log-probabilities of beams are divided; 0 for their sum.",
-        accepts=lambda exponent: abs(exponent) <= _MOST_LENGTH_PENALTY,
-        range=f"between -{_MOST_LENGTH_PENALTY:g} and {_MOST_LENGTH_PENALTY:g}",
+        within="[-10, 10]",
         metavar="X",
     )
     best_first: bool = option(
@@ -109,7 +105,7 @@ class SteeringOptions(OptionRecord):
     control_strength: float = option(
         1.0,
         "Factor on the control vector; below 0, it steers the other way.",
-        accepts=lambda strength: abs(strength) <= _MOST_STRENGTH,
-        range=f"between -{_MOST_STRENGTH:g} and {_MOST_STRENGTH:g}",
+        # Much larger factors only overflow, which would look like damaged weights.
+        within="[-1000, 1000]",
         metavar="X",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...errors import CheckpointError, InputError
 from ...models.block_diffusion import BlockDiffusion
 from ...models.safetensors_file import read_safetensors
-from ..arguments.argument_types import Option, OptionRecord, option
+from ..arguments.argument_types import Option, OptionRecord, given_of, option
 from ..arguments.named_rules import Amount, Count, NamedRule, Share
 
 if TYPE_CHECKING:
@@ -285,10 +285,8 @@ def check_block_options(options: BlockOptions, blocks: BlockDiffusion | None) ->
         if getattr(options, name) and (blocks is None or (name != "block_rule" and not blocks.bidirectional)):
             has = "generates token by token" if blocks is None else "has blocks of its own"
             raise InputError(f"{name} is given, and this model {has}", "leave it out")
-    defaults = {each.name: each.default for each in fields(options)}
-    for name in _IN_ORDER_ONLY if blocks is not None else ():
-        if (value := getattr(options, name, None)) and value != defaults[name]:
-            raise InputError(f"{name} is given, and this model fills blocks of tokens", f"leave {name} out")
+    for name in given_of(options, _IN_ORDER_ONLY if blocks is not None else ()):
+        raise InputError(f"{name} is given, and this model fills blocks of tokens", f"leave {name} out")
     guides = getattr(options, "strategies", ()) if blocks is not None else ()
     if len(guides) > 1 or not all(_masks_prompt(each) for each in guides):
         what = "strategies are given, and this model fills blocks of tokens"

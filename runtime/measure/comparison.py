@@ -30,13 +30,11 @@ from ..long_context.long_graph import LongContextGraph
 from ..options import GenerateOptions, Request
 from ..prefill import prefill
 from ..result import DraftCounts
-from ..sampling.draws import uniform_at
 from ..sampling.logit_stage import Logits
-from ..sampling.sampler import Sampler, SamplingParams
+from ..sampling.sampler import Sampler, SamplingParams, uniform_at
 from ..scheduling.request_queue import TurnTaker
 from ..scheduling.several_answers import run_together
-from ..speculation.drafters.interface import Candidate, Drafter
-from ..speculation.drafters.model import ModelDrafter
+from ..speculation.drafters.interface import Candidate, Drafter, ModelDrafter
 from ..speculation.pass_cost import PassCost
 from ..speculation.replay import OracleDrafter
 from ..speculation.speculator import MAX_DRAFT_WIDTH, Speculator

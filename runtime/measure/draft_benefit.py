@@ -17,7 +17,7 @@ from ..graph.bound_graph import BoundGraph
 from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation
-from ..speculation.drafters.model import ModelDrafter
+from ..speculation.drafters.interface import ModelDrafter
 from ..speculation.tree import Source
 from ..text.turn_markers import Markers, TokenArray, answer_start, read_markers
 

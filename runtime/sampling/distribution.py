@@ -12,9 +12,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from .draws import drawn_index
 from .logit_stage import Logits
-from .sampler import Sampler
+from .sampler import Sampler, drawn_index
 
 
 class Purpose(IntEnum):

@@ -1,14 +1,15 @@
-"""Penalties for tokens that occurred before, and biases: what is done to logits before a token is chosen."""
+"""Penalties, biases, and a first token by its rank: what is done to logits before a token is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from .logit_stage import LogitStage
+from .logit_stage import Logits, LogitStage
 
 _MAX_BIAS = 100.0
 
@@ -73,7 +74,7 @@ class LogitAdjustments(LogitStage):
                     counts.remove(token)
         super().shorten(size)
 
-    def scores(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def scores(self, logits: Logits) -> Logits:
         """Return the adjusted logits, float32 `[V]`, valid until the next call; `logits` is not modified."""
         scores = self._adjusted
         np.copyto(scores, logits)
@@ -88,6 +89,31 @@ class LogitAdjustments(LogitStage):
         if self._bias_ids.size:
             # The same token may be listed more than once.
             np.add.at(scores, self._bias_ids, self._biases)
+        return scores
+
+
+class FirstToken(LogitStage):
+    """Leaves one token to choose from at one position, and all elsewhere; see `GenerateOptions.branch`.
+
+    Args:
+        position: number of tokens before it.
+        rank: 0 for the likeliest token; of equal logits, the lowest id has the lower rank. Where fewer tokens may come,
+            the least likely one is taken.
+    """
+
+    def __init__(self, position: int, rank: int) -> None:
+        super().__init__()
+        self._position: Final = position
+        self._rank: Final = rank
+
+    def scores(self, logits: Logits) -> Logits:
+        """The logit of the token of the rank; -infinity for all others."""
+        if len(self.tokens) != self._position or not np.isfinite(logits.max()):
+            return logits
+        ranked = np.argsort(-logits, kind="stable")
+        token = ranked[min(self._rank, int((logits > -np.inf).sum()) - 1)]
+        scores = np.full_like(logits, -np.inf)
+        scores[token] = logits[token]
         return scores
 
 

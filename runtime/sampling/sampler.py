@@ -13,14 +13,41 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..arguments.argument_types import check_ranges, option
-from .draws import drawn_index, uniform_at
 from .logit_adjustments import LogitAdjustments, check_biases
 from .logit_stage import Logits, LogitStage
 from .token_mask import TokenConstraint, TokenMask
 
+_BLOCK: Final = 1024
+
+
+def uniform_at(seed: int, position: int) -> float:
+    """The random number in [0, 1) for a position of the text with this seed."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
+def drawn_index(weights: npt.NDArray[np.float64], uniform: float) -> int:
+    """Index of the weight at the point `uniform`, in [0, 1), of their cumulative sum; it is positive.
+
+    A cumulative sum of a whole vocabulary takes longer than its exponentials, so that of blocks finds the block first.
+
+    Args:
+        weights: float64 `[k]`, not negative, at least one positive.
+        uniform: the point.
+    """
+    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK))
+    block, rest = _point(blocks, uniform * blocks.sum())
+    return block * _BLOCK + _point(weights[block * _BLOCK : (block + 1) * _BLOCK], rest)[0]
+
+
+def _point(weights: npt.NDArray[np.float64], at: float) -> tuple[int, float]:
+    """The index of the weight at a point of their cumulative sum, and where in it the point lies."""
+    cumulative = np.cumsum(weights)
+    # A product rounded up to the total would lie beyond the last positive weight.
+    index = int(min(np.searchsorted(cumulative, at, side="right"), np.searchsorted(cumulative, cumulative[-1])))
+    return index, at - float(cumulative[index - 1]) if index else at
+
+
 _GROUP: Final = 64
-_MAX_PENALTY: Final = 2.0
-_PENALTIES: Final = f"between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}"
 _USUAL_NUCLEUS: Final = 1024
 """Number of the likeliest tokens that usually contain the nucleus; more are searched where they do not."""
 
@@ -56,16 +83,14 @@ class SamplingParams:
     top_p: float = option(
         1.0,
         "Sample from the most likely tokens that have this probability together.",
-        accepts=lambda value: 0 < value <= 1,
-        range="above 0 and at most 1",
+        within="(0, 1]",
         label="top-p",
         metavar="P",
     )
     min_p: float = option(
         0.0,
         "Leave out tokens less likely than this times the most likely one.",
-        accepts=lambda value: 0 <= value < 1,
-        range="at least 0 and below 1",
+        within="[0, 1)",
         label="min-p",
         metavar="P",
     )
@@ -81,24 +106,21 @@ class SamplingParams:
     repeat_penalty: float = option(
         1.0,
         "Above 1, make tokens that are already in the text less likely; 1 is off.",
-        accepts=lambda value: 0.01 <= value <= 100,
-        range="between 0.01 and 100",
+        within="[0.01, 100]",
         label="repeat-penalty",
         metavar="X",
     )
     presence_penalty: float = option(
         0.0,
         "Lower the logits of all tokens that the answer has already by this; -2 to 2.",
-        accepts=lambda value: abs(value) <= _MAX_PENALTY,
-        range=_PENALTIES,
+        within="[-2, 2]",
         label="presence-penalty",
         metavar="X",
     )
     frequency_penalty: float = option(
         0.0,
         "Lower the logit of a token by this for every time that the answer has it already; -2 to 2.",
-        accepts=lambda value: abs(value) <= _MAX_PENALTY,
-        range=_PENALTIES,
+        within="[-2, 2]",
         label="frequency-penalty",
         metavar="X",
     )

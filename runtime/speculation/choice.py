@@ -9,22 +9,9 @@ from typing import ClassVar
 from ...errors import InputError
 from .tree import Source
 
-_NAMES = {
-    "suffix": Source.SUFFIX,
-    "edit": Source.EDIT,
-    "history": Source.HISTORY,
-    "ngram": Source.NGRAM,
-    "recycle": Source.RECYCLED,
-    "model": Source.MODEL,
-    "eagle": Source.EAGLE,
-    "medusa": Source.MEDUSA,
-    "mtp": Source.MTP,
-    "sparse": Source.SPARSE,
-    "jacobi": Source.JACOBI,
-}
-SOURCE_NAMES = dict.fromkeys(Source, "other") | {source: name for name, source in _NAMES.items()}
-SOURCE_NAMES[Source.GRAMMAR] = "grammar"
+SOURCE_NAMES = {source: source.name.lower() for source in Source}
 """The user-visible name of each drafter, `other` for those from outside edge-run, and of an answer's grammar."""
+_NAMES = {name: source for source, name in SOURCE_NAMES.items() if Source.ANCHOR < source < Source.GRAMMAR}
 
 
 @dataclass(frozen=True)

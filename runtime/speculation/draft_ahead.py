@@ -24,7 +24,7 @@ import numpy as np
 from ...errors import EdgeError
 from ..scheduling.work_thread import WorkThread
 from .drafters.draft_model import DraftModel
-from .drafters.model import Path
+from .drafters.interface import Path
 from .growth import TreeGrowth
 from .tree import Tree
 

@@ -40,7 +40,7 @@ from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
 from .drafters.draft_model import DraftModel, Int32
-from .drafters.model import ModelDrafter
+from .drafters.interface import ModelDrafter
 from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
 from .pass_cost import PassCost
 from .tree import Source

@@ -17,11 +17,9 @@ from .draft_ahead import DraftAhead
 from .draft_loading import NewDraftModel
 from .drafters.draft_model import DraftModel
 from .drafters.edit import EditDrafter
-from .drafters.history import HistoryDrafter
-from .drafters.history_store import HistoryStore
-from .drafters.interface import Drafter
+from .drafters.history_store import HistoryDrafter, HistoryStore
+from .drafters.interface import Drafter, ModelDrafter
 from .drafters.jacobi import JacobiDrafter
-from .drafters.model import ModelDrafter
 from .drafters.ngram import NgramDrafter, NgramTable
 from .drafters.recycling import RecycledTable, RecyclingDrafter
 from .drafters.sampled import AcceptanceEstimate, DistributionSource, ModelDistributions
@@ -140,7 +138,7 @@ class DrafterSet:
         chosen = choice.sources & available
         if recording is not None:
             # The graph's own logits do not belong to a recorded answer, so nothing can be learned from them.
-            chosen -= {Source.RECYCLED, Source.JACOBI}
+            chosen -= {Source.RECYCLE, Source.JACOBI}
         if choice.automatic and not self._shared.cost.is_flat(len(request.prompt_ids)):
             chosen -= {Source.JACOBI}
         rule = request.options.lossy if recording is None else None

@@ -28,8 +28,7 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from ..sampling.token_mask import TokenConstraint
-from .drafters.interface import Candidate, Drafter, State
-from .drafters.model import ModelDrafter
+from .drafters.interface import Candidate, Drafter, ModelDrafter, State
 from .learned_rates import Mixer, Prediction
 from .tree import Source, Tree
 

@@ -34,7 +34,7 @@ from .choice import Speculation
 from .draft_loading import DraftTarget, PlacedDraft, load_draft
 from .drafter_set import DrafterSet, SharedDrafting
 from .drafters.history_store import HistoryStore
-from .drafters.model import ModelDrafter
+from .drafters.interface import ModelDrafter
 from .drafters.ngram import open_bundle_table
 from .drafters.recycling import RecycledTable
 from .drafters.sparse_cache import load_sparse_draft

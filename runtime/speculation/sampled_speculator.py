@@ -22,9 +22,8 @@ from typing import Final
 import numpy as np
 
 from ..sampling.distribution import Distribution, Purpose, uniforms_at
-from ..sampling.draws import uniform_at
 from ..sampling.logit_stage import Logits
-from ..sampling.sampler import Sampler, SamplingParams
+from ..sampling.sampler import Sampler, SamplingParams, uniform_at
 from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
 from .drafters.sampled import AcceptanceEstimate, DistributionSource, SampledDraft, SampledDrafter

@@ -14,8 +14,7 @@ from ..graph.bound_graph import ALONE
 from ..sampling.logit_stage import Logits
 from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import NOTHING_AHEAD, DraftAhead
-from .drafters.interface import Drafter
-from .drafters.model import ModelDrafter
+from .drafters.interface import Drafter, ModelDrafter
 from .growth import TokenPrices, TreeGrowth, prune
 from .learned_rates import DraftingBalance, Mixer
 from .pass_cost import PassCost

@@ -24,30 +24,30 @@ class Source(IntEnum):
     """Not a draft token: the last token of the sequence."""
     SUFFIX = 1
     """A repetition within the conversation."""
-    HISTORY = 2
-    """A repetition of an earlier conversation."""
-    NGRAM = 3
-    """Counts of short token sequences."""
-    RECYCLED = 4
-    """The highest logits of the target when the token occurred before."""
-    MODEL = 5
-    """A draft model."""
-    OTHER = 6
-    """An oracle drafter, or one from outside edge-run."""
-    EDIT = 7
+    EDIT = 2
     """The part of the conversation that is being rewritten."""
-    GRAMMAR = 8
-    """The only token that the grammar of the answer allows."""
-    EAGLE = 9
+    HISTORY = 3
+    """A repetition of an earlier conversation."""
+    NGRAM = 4
+    """Counts of short token sequences."""
+    RECYCLE = 5
+    """The highest logits of the target when the token occurred before."""
+    MODEL = 6
+    """A draft model."""
+    EAGLE = 7
     """An EAGLE-3 head over the target's hidden states."""
-    MEDUSA = 10
+    MEDUSA = 8
     """Medusa heads over the target's last hidden state."""
-    MTP = 11
+    MTP = 9
     """The multi-token-prediction module of the target."""
-    SPARSE = 12
+    SPARSE = 10
     """The target over a part of its cache."""
-    JACOBI = 13
+    JACOBI = 11
     """What the target said behind rejected draft tokens."""
+    GRAMMAR = 12
+    """The only token that the grammar of the answer allows."""
+    OTHER = 13
+    """An oracle drafter, or one from outside edge-run."""
 
 
 class Tree:

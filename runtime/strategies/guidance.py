@@ -49,8 +49,7 @@ class NegativePrompt(_OtherPrompt):
     guidance: float = option(
         1.5,
         "How far to go from the other prompt's log-probabilities towards the prompt's; 1 changes nothing.",
-        accepts=lambda guidance: 0 < guidance <= 100,
-        range="above 0 up to 100",
+        within="(0, 100]",
     )
 
     def second_prompt(self, prompt_ids: list[int], chat: ChatPrompt | None, tokenizer: TextTokenizer) -> list[int]:

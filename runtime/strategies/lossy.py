@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import InputError
-from ..arguments.argument_types import Option, OptionRecord, option
+from ..arguments.argument_types import Option, OptionRecord, given_of, option
 from ..arguments.named_rules import Amount, NamedRule, Share
 from ..sampling.logit_stage import Logits
 from ..sampling.sampler import Sampler, SamplingParams
@@ -133,9 +133,7 @@ class LossyOptions(OptionRecord):
         super().__post_init__()
         if self.lossy is None:
             return
-        defaults = {each.name: each.default for each in fields(self)}
-        others = [name for name in _CONTRADICTING if getattr(self, name, defaults.get(name)) != defaults.get(name)]
-        if others:
+        if others := given_of(self, _CONTRADICTING):
             raise InputError(f"lossy and {others[0]} are both given", "leave one of them out")
         if isinstance(self.lossy, str):
             object.__setattr__(self, "lossy", LossyRule.parse(self.lossy))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from importlib import import_module
 from typing import Final
 
 from ...errors import InputError
+from ..arguments.argument_types import given_of
 from ..blocks.commit_rules import check_block_options
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
@@ -18,8 +18,8 @@ SEARCHES: Final[Mapping[str, str]] = {
     "num_beams": "beams",
     "best_first": "best_first",
     "extract": "best_first",
-    "cntp": "cntp",
-    "adadec": "adadec",
+    "cntp": "trials",
+    "adadec": "trials",
     "penalty_alpha": "contrastive",
 }
 """Module in this package, for each option that asks for a search; its function `search` makes the search."""
@@ -45,15 +45,13 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
     check_block_options(options, graph_io.blocks)
     if options.votes and not options.ranked:
         raise InputError("answers are to vote, and best_of is not above n", "give best_of, the number that vote")
-    defaults = {each.name: each.default for each in fields(options)}
-    wanted = [name for name in SEARCHES if getattr(options, name) != defaults[name]]
-    if not wanted:
+    if not (wanted := given_of(options, SEARCHES)):
         return None
     search: Search = import_module(f".{SEARCHES[wanted[0]]}", __package__).search(options, tokenizer)
     names = [*wanted[1:], *_CONTRADICTING]
     if isinstance(search, RankingSearch):
         names += ["temperature", "best_of", *(_ADJUSTING if search.own_probabilities else ())]
-    if others := [name for name in names if getattr(options, name) and getattr(options, name) != defaults[name]]:
+    if others := given_of(options, names):
         raise InputError(f"{wanted[0]} and {others[0]} are both given", "leave one of them out")
     if not graph_io.supports_trees or graph_io.states or graph_io.window_biases:
         what = f"{wanted[0]} is given, and the graph takes no tree mask, or has recurrent states or windows"

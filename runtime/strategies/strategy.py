@@ -31,7 +31,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
     "eta": "truncation:Eta",
     "top-n-sigma": "truncation:TopNSigma",
     "xtc": "truncation:Xtc",
-    "mirostat": "mirostat:Mirostat",
+    "mirostat": "truncation:Mirostat",
     "dry": "repetition:Dry",
     "momentum": "repetition:Momentum",
     "cad": "guidance:Cad",

@@ -1,20 +1,34 @@
-"""Trials: where the model is uncertain, several continuations are tried, and the likeliest one goes on."""
+"""Trials: where the model is uncertain, several continuations are tried, and the likeliest one goes on.
+
+Sources: Wang et al., "Cautious next token prediction" (2025), cntp, whose trials are sampled up to a punctuation mark;
+He et al., "Towards better code generation: adaptive decoding with uncertainty guidance" (2025), adadec, which ranks the
+likeliest tokens by a look ahead.
+"""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from ...errors import InputError
 from ..decode import Step
 from ..sampling.distribution import Distribution
-from ..sampling.draws import uniform_at
 from ..sampling.logit_stage import Logits
+from ..sampling.sampler import uniform_at
 from ..sampling.token_mask import DeadEndError
 from .search import Continuation, Search, SearchRun, log_probabilities
+
+if TYPE_CHECKING:
+    from ..options import GenerateOptions
+    from ..text.tokenizer import TextTokenizer
+_LONGEST: Final = 32
+"""Most tokens of a trial of cntp that no punctuation mark ends."""
+_AHEAD: Final = 5
+"""Tokens of a look ahead of adadec, the ranked one included."""
 
 
 class Trial(NamedTuple):
@@ -113,3 +127,15 @@ class TrialSearch(Search):
 
     def _is_done(self, path: Continuation) -> bool:
         return path.finish is not None or len(path.tokens) >= self.length or self.ends(path.tokens[-1])
+
+
+def search(options: GenerateOptions, tokenizer: TextTokenizer) -> TrialSearch:
+    """The search that options ask for."""
+
+    def ends(token: int) -> bool:
+        text = tokenizer.decode([token])
+        return "\n" in text or unicodedata.category(text.strip()[-1:] or " ").startswith("P")
+
+    if options.adadec:
+        return TrialSearch(options.entropy, options.trials, _AHEAD, lambda _: False, sampled=False)
+    return TrialSearch(options.entropy, options.trials, _LONGEST, ends, sampled=True)

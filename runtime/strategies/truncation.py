@@ -1,4 +1,4 @@
-"""Strategies that leave out unlikely or too likely tokens, by the probabilities of one position alone."""
+"""Strategies that leave out unlikely or too likely tokens, by their probabilities."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class Typical(Strategy):
     mass: float = option(
         0.95,
         "Probability that the kept tokens have together, the most typical ones first.",
-        accepts=lambda mass: 0 < mass < 1,
-        range="above 0 and below 1",
+        within="(0, 1)",
     )
 
     def kept(self, probabilities: Weights) -> Weights:
@@ -57,12 +56,7 @@ class Eta(Strategy):
     purpose: ClassVar[str] = "Leaves out tokens that are unlikely for how open the position is."
     source: ClassVar[str] = "Hewitt et al. 2022, Truncation Sampling as Language Model Desmoothing"
     filters: ClassVar[bool] = True
-    epsilon: float = option(
-        3e-4,
-        "Smallest probability of a token; less where the entropy is high.",
-        accepts=lambda epsilon: 0 < epsilon < 1,
-        range="above 0 and below 1",
-    )
+    epsilon: float = option(3e-4, "Smallest probability of a token; less where the entropy is high.", within="(0, 1)")
 
     def kept(self, probabilities: Weights) -> Weights:
         """Keep the tokens of at least the probability, and the likeliest one."""
@@ -82,8 +76,7 @@ class TopNSigma(Strategy):
     n: float = option(
         1.0,
         "How many standard deviations of the logits a token may be below the largest one.",
-        accepts=lambda n: 0 < n <= 100,
-        range="above 0 and at most 100",
+        within="(0, 100]",
     )
 
     def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
@@ -122,8 +115,7 @@ class Xtc(Strategy):
     threshold: float = option(
         0.1,
         "Probability from which a token counts as likely; of these the least likely one is kept.",
-        accepts=lambda threshold: 0 < threshold <= 0.5,
-        range="above 0 and at most 0.5",
+        within="(0, 0.5]",
     )
 
     def kept(self, probabilities: Weights) -> Weights:
@@ -135,3 +127,65 @@ class Xtc(Strategy):
         rest = np.where(likely, 0, probabilities)
         mixed: Weights = (1 - self.probability) * probabilities + self.probability * rest / rest.sum()
         return mixed
+
+
+@dataclass(frozen=True)
+class Mirostat(Strategy):
+    """Mirostat 2.0."""
+
+    name: ClassVar[str] = "mirostat"
+    purpose: ClassVar[str] = "Long texts that neither become dull nor fall apart: the surprise stays near a target."
+    source: ClassVar[str] = "Basu et al. 2021, Mirostat; version 2 as in llama.cpp"
+    filters: ClassVar[bool] = True
+    tau: float = option(5.0, "Surprise of a token to aim at, in bits.", within="(0, 100]")
+    eta: float = option(0.1, "How much of the error of a token the bound takes over.", within="(0, 1]")
+
+    def start(self, params: SamplingParams, vocab_size: int, tokenizer: TextTokenizer) -> LogitStage:
+        """Begin a text."""
+        return _Mirostat(self)
+
+
+class _Mirostat(LogitStage):
+    """The bound after every token of the answer: it follows from the path, so shortening the path restores it."""
+
+    def __init__(self, options: Mirostat) -> None:
+        super().__init__()
+        self._options: Final = options
+        self._bounds = [2 * options.tau]
+        """Largest surprise in bits, at the beginning of the answer and after each of its tokens."""
+        self._kept: tuple[npt.NDArray[np.intp], Weights] | None = None
+        """Ids and probabilities that the next token is sampled from."""
+
+    def observe_prompt(self, tokens: list[int]) -> None:
+        """Add tokens of the prompt, which do not count."""
+        super().observe_prompt(tokens)
+        self._bounds = self._bounds[:1]
+
+    def observe(self, tokens: list[int]) -> None:
+        """Add tokens of the answer; those that were not sampled here leave the bound as it is."""
+        super().observe(tokens)
+        for token in tokens:
+            bound = self._bounds[-1]
+            if self._kept is not None:
+                ids, probabilities = self._kept
+                at = min(int(np.searchsorted(ids, token)), ids.size - 1)
+                if ids[at] == token and probabilities[at] > 0:
+                    bound -= self._options.eta * (-float(np.log2(probabilities[at])) - self._options.tau)
+            self._bounds.append(bound)
+            self._kept = None
+
+    def shorten(self, size: int) -> None:
+        """Forget the tokens after the first `size`."""
+        if size < len(self.tokens):
+            self._kept = None
+        del self._bounds[1 + size - self.prompt_length :]
+        super().shorten(size)
+
+    def weights(self, ids: npt.NDArray[np.intp], weights: Weights) -> Weights:
+        """Keep the tokens within the bound, and the likeliest one."""
+        probabilities: Weights = weights / weights.sum()
+        least = min(2.0 ** -self._bounds[-1], float(probabilities.max()))
+        probabilities[probabilities < least] = 0
+        probabilities /= probabilities.sum()
+        self._kept = ids.copy(), probabilities
+        return probabilities.copy()

@@ -17,8 +17,7 @@ from edgerun.runtime.decode import DecodeLimits, FinishReason, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.sampling.draws import uniform_at
-from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from edgerun.runtime.speculation.tree import Source, Tree
 
 VOCABULARY = 300

@@ -14,7 +14,7 @@ from edgerun import ContextError, Engine, FinishReason, GenerateOptions, InputEr
 from edgerun.runtime.graph.cache_shift import CacheShift
 from edgerun.runtime.overflow import answer_reserve, window
 from edgerun.runtime.sampling.distribution import Purpose, uniforms_at
-from edgerun.runtime.sampling.draws import uniform_at
+from edgerun.runtime.sampling.sampler import uniform_at
 from edgerun.runtime.speculation.choice import DraftSampling
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.layouts import LAYOUTS, write_layout

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ...graph.bound_graph import BoundGraph
 from ...kv.arena import KVArena, shared_tokens
 from ..pass_cost import PassCost
-from .model import ModelDrafter, Path, TopTokens
+from .interface import ModelDrafter, Path, TopTokens
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Int32: TypeAlias = npt.NDArray[np.int32]

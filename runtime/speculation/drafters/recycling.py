@@ -50,7 +50,7 @@ class RecyclingDrafter(TailDrafter):
         table: the candidates, which drafters of other sequences may share.
     """
 
-    source = Source.RECYCLED
+    source = Source.RECYCLE
     prior = _PRIOR
     logits_needed = CANDIDATES
     reach = 1

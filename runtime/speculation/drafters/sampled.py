@@ -25,7 +25,7 @@ from ..learned_rates import Backoff
 from ..tree import Source, Tree
 from ..verification import VerifyResult
 from .draft_model import DraftModel
-from .model import Path
+from .interface import Path
 
 _BINS: Final = 10
 _RANKS: Final = 2

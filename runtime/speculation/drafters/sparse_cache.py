@@ -37,8 +37,7 @@ from ...sampling.sampler import Sampler, SamplingParams
 from ..pass_cost import PassCost
 from ..tree import Source
 from .draft_model import DraftModel, Floats, Int32
-from .interface import Candidate
-from .model import Path
+from .interface import Candidate, Path
 
 LONG_CONTEXT: Final = 16384
 """Number of tokens of a prompt from which these drafts are tried: after 8,192 they gain too little for what it costs to

@@ -20,7 +20,7 @@ from ...sampling.distribution import Distribution
 from ...sampling.logit_stage import Logits
 from ...sampling.sampler import Sampler, SamplingParams, largest_indices
 from ..tree import Source
-from .model import Path
+from .interface import Path
 from .sampled import DistributionSource
 
 _ORDER: Final = 4

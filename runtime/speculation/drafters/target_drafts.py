@@ -43,7 +43,7 @@ from .draft_model import (
     Int32,
     is_chain,
 )
-from .model import ModelDrafter, Path, TopTokens
+from .interface import ModelDrafter, Path, TopTokens
 
 _OBSERVED_RUNS: Final = 16
 """Number of runs over which their time is averaged."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgerun.runtime.sampling.distribution import Distribution
-from edgerun.runtime.sampling.draws import drawn_index
+from edgerun.runtime.sampling.sampler import drawn_index
 
 V = 12
 

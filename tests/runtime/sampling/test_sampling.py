@@ -13,8 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from edgerun import EdgeError, InputError
 from edgerun.runtime.sampling.distribution import Distribution, Purpose, uniforms_at
-from edgerun.runtime.sampling.draws import uniform_at
-from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from support.nightly import examples
 
 

@@ -16,7 +16,7 @@ from edgerun.runtime.speculation.tree import Source
 from support.draft_heads import check_counts, eager_engine
 
 OFF, AUTO = Speculation.OFF, Speculation.AUTO
-CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLED)]
+CHOICES = [AUTO, Speculation.of(Source.SUFFIX), Speculation.of(Source.RECYCLE)]
 SAMPLED = GenerateOptions(max_tokens=40, temperature=0.8, top_k=40, top_p=0.95, repeat_penalty=1.1)
 
 

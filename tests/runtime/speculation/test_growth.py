@@ -105,7 +105,7 @@ def path_of(growth: TreeGrowth, node: int) -> tuple[int, ...]:
 @given(CANDIDATES, CANDIDATES, PRICES, st.integers(1, 40), st.booleans(), st.integers(0, TOKENS - 1))
 @settings(max_examples=examples(200))
 def test_every_draft_is_a_tree_of_tokens_worth_their_price(one, other, prices, max_depth, chain, anchor) -> None:
-    growing = Growing([Table(Source.SUFFIX, one), Table(Source.RECYCLED, other)])
+    growing = Growing([Table(Source.SUFFIX, one), Table(Source.RECYCLE, other)])
     growth = growing.grow([3, anchor], prices, max_depth, chain=chain)
     tree = growth.tree
     assert tree.tokens[0] == anchor
@@ -120,7 +120,7 @@ def test_every_draft_is_a_tree_of_tokens_worth_their_price(one, other, prices, m
         children = probabilities[1:][parents == node]
         assert children.sum() <= 0.98 * probabilities[node] + 1e-6
     # Every node was proposed by the source that it is counted under.
-    proposals = {int(Source.SUFFIX): one, int(Source.RECYCLED): other}
+    proposals = {int(Source.SUFFIX): one, int(Source.RECYCLE): other}
     for node in range(1, len(tree)):
         before = int(tree.tokens[tree.parents[node]])
         assert int(tree.tokens[node]) in [token for token, _ in proposals[int(tree.source[node])].get(before, ())]

@@ -13,8 +13,7 @@ from edgerun.runtime.decode import DecodeLimits, FinishReason, Step, decode
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
-from edgerun.runtime.sampling.draws import uniform_at
-from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from edgerun.runtime.speculation.drafters.edit import EditDrafter
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter

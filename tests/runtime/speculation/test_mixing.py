@@ -12,7 +12,7 @@ from edgerun.runtime.speculation.learned_rates import Mixer
 from edgerun.runtime.speculation.tree import Source
 from support.nightly import examples
 
-A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLED
+A, B, C = Source.SUFFIX, Source.NGRAM, Source.RECYCLE
 PRIORS = {A: (0.1, 0.5, 0.9), B: (0.3, 0.6), C: (0.05,)}
 
 

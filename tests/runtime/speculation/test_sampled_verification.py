@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from edgerun.runtime.sampling.distribution import Distribution, Purpose, uniforms_at
-from edgerun.runtime.sampling.draws import uniform_at
 from edgerun.runtime.sampling.logit_stage import Logits
-from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams, uniform_at
 from edgerun.runtime.speculation.drafters import stochastic_ngram
 from edgerun.runtime.speculation.drafters.sampled import SampledDraft, sample_children
 from edgerun.runtime.speculation.drafters.stochastic_ngram import NgramDistributions, TargetNgrams
@@ -310,7 +309,7 @@ def test_a_greedy_target_accepts_its_own_choices_only(verify: Verifier) -> None:
 def test_children_that_were_not_sampled_are_matched() -> None:
     """A table's candidate below a sampled token: the tree of a draft model, continued from a table."""
     sampler = Sampler(SamplingParams(temperature=1.0), V)
-    tree = Tree.of([0, 2, 0, 1, 2], [-1, 0, 1, 1, 1], [1.0] * 5, [Source.MODEL, *[Source.RECYCLED] * 4])
+    tree = Tree.of([0, 2, 0, 1, 2], [-1, 0, 1, 1, 1], [1.0] * 5, [Source.MODEL, *[Source.RECYCLE] * 4])
     result = verify_recursive(SampledDraft(tree, {0: dist_of(1, 1, 1)}), EVEN[[0] * 5], sampler, 1, NOBODY, 9)
     chosen = sampler.choose(EVEN[0], 2)
     assert result == VerifyResult((0, 1, 2 + chosen), sampler.choose(EVEN[0], 3))

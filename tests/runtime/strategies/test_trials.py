@@ -11,8 +11,7 @@ import pytest
 
 import edgerun
 from edgerun import Engine, InputError
-from edgerun.runtime.sampling.draws import uniform_at
-from edgerun.runtime.sampling.sampler import SamplingParams
+from edgerun.runtime.sampling.sampler import SamplingParams, uniform_at
 from edgerun.runtime.strategies.trials import TrialSearch
 from support.enumeration import PROMPT, SixTokens, steps_of
 

@@ -12,8 +12,7 @@ import pytest
 import edgerun
 from edgerun import BundleError
 from edgerun.edge.cli.main import main
-from edgerun.runtime.text.panic_messages import panic_messages_hidden
-from edgerun.runtime.text.tokenizer_library import failures_as
+from edgerun.runtime.text.tokenizer_library import failures_as, panic_messages_hidden
 from support.tiny_models import write_checkpoint
 
 Settings = dict[str, Any]

@@ -105,7 +105,7 @@ def test_other_threads_run_while_a_long_text_is_encoded_and_decoded() -> None:
 
 def test_a_long_text_does_not_wait_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands keep messages of panics back, which only one call at a time can do."""
-    from edgerun.runtime.text.panic_messages import panic_messages_hidden
+    from edgerun.runtime.text.tokenizer_library import panic_messages_hidden
 
     inner = threading.Event()
     with edgerun.load(draft=None) as engine, panic_messages_hidden():

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from edgerun.models.file_system import locked
 from edgerun.runtime.speculation.drafters import history_store
-from edgerun.runtime.speculation.drafters.history import HistoryDrafter
 from edgerun.runtime.speculation.drafters.history_index import NEIGHBOURS, REACH, Covered, HistoryIndex, encode
-from edgerun.runtime.speculation.drafters.history_store import HistoryStore
+from edgerun.runtime.speculation.drafters.history_store import HistoryDrafter, HistoryStore
 from edgerun.runtime.speculation.drafters.interface import Agreement, Candidate, Drafter, bucket
 from support.processes import started
 

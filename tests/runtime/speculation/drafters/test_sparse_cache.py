@@ -27,7 +27,7 @@ from edgerun.runtime.speculation import drafter_set
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.drafters import sparse_cache
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.model import TopTokens
+from edgerun.runtime.speculation.drafters.interface import TopTokens
 from edgerun.runtime.speculation.drafters.sparse_cache import SparseCacheDraft, chosen_slots, load_sparse_draft, overlap
 from edgerun.runtime.speculation.learned_rates import DraftModelValue
 from edgerun.runtime.speculation.replay import ReplaySampler
