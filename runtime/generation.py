@@ -172,11 +172,11 @@ class Generation:
         matcher = StopMatcher(request.options.stops, "" if start is None else start.text)
         tokens = None if request.options.logprobs is None else AnswerTokens(tokenizer.token_bytes, decoder.held)
         finish = FinishReason.LENGTH
-        with (
-            self._caches_lent(),
-            self._drafters.answering(request, sequence.arena) as speculator,
-            closing(self),
-        ):
+        with ExitStack() as stack:
+            for each in self._sequences:
+                stack.enter_context(each.lent_to_prefixes(request))
+            speculator = stack.enter_context(self._drafters.answering(request, sequence.arena))
+            stack.callback(self.close)
             steps: Generator[Step, None, None] | None = self._decode(speculator)
             while steps is not None:
                 with closing(steps):
@@ -237,14 +237,6 @@ class Generation:
             self._recorder.logprob_totals = totals.plus(each.logprob for each in step.logprobs[count:produced])
         return text
 
-    @contextmanager
-    def _caches_lent(self) -> Iterator[None]:
-        """Lend the caches of the answer and of its second readers; see `CachedSequence.lent_to_prefixes`."""
-        with ExitStack() as lent:
-            for sequence in self._sequences:
-                lent.enter_context(sequence.lent_to_prefixes(self._request))
-            yield
-
     def close(self) -> None:
         """Give back what the answer's grammar uses, and let go of the caches."""
         for sequence in self._sequences:
@@ -284,7 +276,7 @@ class Generation:
         ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
             return None
-        recorder.shifts += 1
+        recorder.context_shifts += 1
         generated = len(self._answer_ids) - len(self._start_ids)
         left_out = len(request.prompt_ids) + generated - len(self._sequence.token_ids)
         sampling = replace(request.sampling, first_position=left_out)

@@ -217,6 +217,11 @@ class Stats:
 
 
 _SUMMED: Final = tuple(each.name for each in fields(Stats) if each.type in ("int", "float"))
+_RECORDED: Final = (
+    *("prompt_tokens", "reused_tokens", "merged_tokens", "completion_tokens", "text_tokens"),
+    *("context_shifts", "logprob_totals"),
+)
+"""Statistics that a `StatsRecorder` has under their names."""
 
 
 class StatsRecorder:
@@ -232,7 +237,7 @@ class StatsRecorder:
         self.prompt_tokens: Final = prompt_tokens
         self.merged_tokens, self.reused_tokens = merged_tokens, 0
         self.completion_tokens = self.text_tokens = 0
-        self.shifts = 0
+        self.context_shifts = 0
         self.logprob_totals = NO_LOGPROBS
         self.by_draft: list[bool] = []
         """For every token of a lossy answer that was chosen, whether it was the draft model's choice."""
@@ -268,11 +273,7 @@ class StatsRecorder:
         by_source = zip(Source, drafted, accepted, strict=False)
         by_draft = self.by_draft[: self.completion_tokens]
         return Stats(
-            prompt_tokens=self.prompt_tokens,
-            reused_tokens=self.reused_tokens,
-            merged_tokens=self.merged_tokens,
-            completion_tokens=self.completion_tokens,
-            text_tokens=self.text_tokens,
+            **{name: getattr(self, name) for name in _RECORDED},
             target_passes=sum(passes),
             decode_passes=sum(passes[1:]),
             replayed_tokens=sum(step.replayed for step in self._steps),
@@ -291,9 +292,7 @@ class StatsRecorder:
             target_s=sum(step.target_s for step in self._steps),
             host_s=sum(one.host_s for one in kept),
             rounds=rounds if keep_rounds else (),
-            context_shifts=self.shifts,
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
-            logprob_totals=self.logprob_totals,
             stop_sequence=stop_sequence,
             by_block_pass=Counter(sorted(each for step in self._steps for each in step.block_passes)),
             by_model={"draft": sum(by_draft), "target": by_draft.count(False)} if by_draft else {},
