@@ -230,8 +230,8 @@ def options_of(record: type[Any]) -> Mapping[str, Option]:
 
 def given_of(instance: Any, names: Iterable[str]) -> list[str]:
     """Those of some options that a record has, with another value than their defaults."""
-    defaults = {each.name: each.default for each in dataclasses.fields(instance)}
-    return [name for name in names if (value := getattr(instance, name, None)) and value != defaults[name]]
+    kind = type(instance)
+    return [name for name in names if (value := getattr(instance, name, None)) and value != getattr(kind, name)]
 
 
 def check_ranges(instance: Any) -> None:

@@ -45,7 +45,8 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
     check_block_options(options, graph_io.blocks)
     if options.votes and not options.ranked:
         raise InputError("answers are to vote, and best_of is not above n", "give best_of, the number that vote")
-    if not (wanted := given_of(options, SEARCHES)):
+    wanted = [name for name in SEARCHES if getattr(options, name) != getattr(GenerateOptions, name)]
+    if not wanted:
         return None
     search: Search = import_module(f".{SEARCHES[wanted[0]]}", __package__).search(options, tokenizer)
     names = [*wanted[1:], *_CONTRADICTING]

@@ -284,7 +284,7 @@ def test_the_other_prompt_on_the_command_line(
     wrong = "negative-prompt:system=rude"
     assert main([str(tiny_bundle), "--raw", "-p", "the sea", "--strategy", wrong]) == 2
     assert "a raw prompt has no system message; give the other prompt as text" in capsys.readouterr().err
-    with pytest.raises(InputError, match="guidance is 0; it must be above 0 up to 100"):
+    with pytest.raises(InputError, match="guidance is 0; it must be above 0 and at most 100"):
         strategy("negative-prompt", guidance=0)
 
 
