@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layout import final_norm, fused_linears, layer_layout
-from edgerun.export.quantization.codes import dequantize_rows
+from edgerun.export.checkpoint.source import QuantizedRows
+from edgerun.export.quantization.codes import dequantized
 from edgerun.models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle, open_bundle
 
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -66,7 +67,7 @@ def read_weights(bundle: Bundle, config: DecoderConfig) -> Tensors:
             matrix = matrix if matrix.shape == linear.shape else matrix.T
         else:
             scales = stored[f"{linear.name}.scales"].reshape(linear.shape[0], -1)
-            matrix = dequantize_rows(stored[f"{linear.name}.codes"], scales, linear.columns, form)
+            matrix = dequantized(QuantizedRows(stored[f"{linear.name}.codes"], scales), linear.columns, form)
         parts = np.split(matrix, np.cumsum(linear.rows)[:-1])
         tensors |= dict(zip(linear.weights, map(np.ascontiguousarray, parts), strict=True))
         if linear.biased:

@@ -27,10 +27,12 @@ from ..checkpoint.source import (
     UInt8Array,
     ranges_of_rows,
 )
+from ..quantization.codes import nearest_rows
+from ..quantization.k_quant import k_quant_rows
 from .config_json import ROPE_FACTORS, architecture, config_settings
 from .gguf_tokenizer import GgufTokenizer
 from .mmproj import Mmproj, find_mmproj
-from .tensor_types import TENSOR_TYPES, TensorType, requantize_rows, type_name
+from .tensor_types import TENSOR_TYPES, TensorType, type_name
 
 _PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
@@ -167,7 +169,7 @@ class GgufModel(ModelSource):
         stored = tensor_type.codes(raw, weight_format)
         if stored is None:
             weights = require_finite(name, tensor_type.decode(raw), AGAIN)
-            return QuantizedRows(*requantize_rows(weights, weight_format))
+            return (nearest_rows if weight_format.bits == 8 else k_quant_rows)(weights, weight_format)
         require_finite(name, stored.scales, AGAIN)
         if stored.offsets is not None:
             require_finite(name, stored.offsets, AGAIN)

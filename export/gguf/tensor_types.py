@@ -6,9 +6,8 @@ float32, and nothing is rounded. Q4_1 and Q4_K also have a minimum, w = d * q + 
 m + half * d: codes and scales are exact, and offsets are stored in 8 bits. All other types are decoded by the `gguf`
 package and, where codes are needed, quantized anew.
 
-Rounding to 4 bits once more costs about as much as the first rounding. So the scale of a block is not derived from its
-extreme weight, but chosen among a few candidates by squared error and fitted to the codes by least squares, which
-reduces the error on Q4_K by an eighth. 8 bits are accurate enough without it.
+Rounding to 4 bits once more costs about as much as the first rounding. So k-quant chooses the scales by squared error,
+which reduces the error on Q4_K by an eighth. 8 bits are accurate enough without it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import Float32Array, QuantizedRows, UInt8Array
-from ..quantization.codes import default_scales, in_blocks, pack_codes, quantize_rows
+from ..quantization.codes import pack_codes
 
 _FP32: Final = WeightFormat(32)
 _INT8: Final = WeightFormat(8, 32)
@@ -30,8 +29,6 @@ _INT4: Final = WeightFormat(4, 32)
 _INT4_OFFSETS: Final = WeightFormat(4, 32, offsets=True)
 _SCALE_BLOCK: Final = 32
 """Number of weights that share a scale."""
-_SCALE_FACTORS: Final = (1.0, 0.9, 1.1)
-"""Candidate scales, relative to the one that puts the extreme weight on the outermost code."""
 
 
 UnpackedBlocks = tuple[npt.NDArray[np.int16], Float32Array, Float32Array | None]
@@ -147,38 +144,3 @@ def type_name(number: int) -> str:
 
     known = {int(member): str(member.name) for member in GGMLQuantizationType}
     return known.get(number, f"number {number}")
-
-
-def requantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-    """Quantize rows like `quantize_rows`, with less error.
-
-    Args:
-        weights: float32 [N, K], finite.
-        weight_format: 4 or 8 bits, and the block size.
-
-    Returns:
-        Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
-    """
-    if weight_format.bits != 4:
-        return quantize_rows(weights, weight_format)
-    blocks = in_blocks(weights, weight_format)
-    default, _ = default_scales(blocks, weight_format)
-    grouped = blocks.reshape(-1, weight_format.block)
-    codes, scales = np.zeros(grouped.shape, np.int8), np.zeros(len(grouped), np.float32)
-    least = np.full(len(grouped), np.inf, np.float32)
-    for factor in _SCALE_FACTORS:
-        candidate_codes, scale, error = _rounded(grouped, default.reshape(-1) * np.float32(factor))
-        better = error < least
-        codes[better], scales[better], least[better] = candidate_codes[better], scale[better], error[better]
-    shifted = (codes + 8).astype(np.uint8).reshape(blocks.shape)
-    return pack_codes(shifted, weight_format.bits), scales.reshape(default.shape)
-
-
-def _rounded(grouped: Float32Array, scales: Float32Array) -> tuple[Float32Array, Float32Array, Float32Array]:
-    """Round blocks [n, block] at scales [n]; returns codes -8 to 7, the best-fitting scales and the squared errors."""
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-    codes = np.clip(np.rint(grouped * inverse[:, None]), -8, 7)
-    power, match = np.einsum("nk,nk->n", codes, codes), np.einsum("nk,nk->n", codes, grouped)
-    fitted = np.divide(match, power, out=np.zeros_like(match), where=power != 0)
-    residual = grouped - codes * fitted[:, None]
-    return codes, fitted, np.einsum("nk,nk->n", residual, residual)

@@ -16,7 +16,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from ...models.manifest import FileDigest, WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order, joined_rows
-from ..quantization.codes import OFFSETS, blocks_of, quantize_rows, unpack_zero_points
+from ..quantization.codes import OFFSETS, blocks_of, nearest_rows, unpack_zero_points
 
 INLINE_BELOW: Final = 1024
 """Smaller constants, in bytes, are stored in the .onnx file itself, where shape inference can see them."""
@@ -157,10 +157,10 @@ class Initializers:
         """
         codes, quantized = self._codes(linear, weight_format)
         assert quantized.offsets is not None  # noqa: S101 -- the format has offsets
-        rounded, offset_scales = quantize_rows(quantized.offsets, OFFSETS)
-        offset_codes = self._add(linear, "offset_codes", rounded)
+        offsets = nearest_rows(quantized.offsets, OFFSETS)
+        offset_codes = self._add(linear, "offset_codes", offsets.packed)
         scales = self._add(linear, "scales", quantized.scales)
-        return codes, scales, offset_codes, self._add(linear, "offset_scales", offset_scales)
+        return codes, scales, offset_codes, self._add(linear, "offset_scales", offsets.scales)
 
     def _codes(self, linear: FusedLinear, weight_format: WeightFormat) -> tuple[str, QuantizedRows]:
         """Add the codes of a linear; returns their name, and all that a quantized matrix has besides."""

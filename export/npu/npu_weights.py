@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from ...errors import ExportError
 from ...models.manifest import WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.source import ModelSource
+from ..checkpoint.source import ModelSource, QuantizedRows
 from ..graph.initializers import HALF_SCALES, INLINE_BELOW, WeightFile, external_tensor
-from ..quantization.codes import dequantize_rows, pack_codes, pack_zero_points
+from ..quantization.codes import dequantized, pack_codes, pack_zero_points
 from .integer_linears import IntegerLinears
 
 Array = npt.NDArray[Any]
@@ -107,10 +107,8 @@ class NpuWeights:
         for start in range(0, len(codes), _ROWS):
             rows = slice(start, start + _ROWS)
             part = None if points is None else points[rows]
-            values = dequantize_rows(
-                np.asarray(codes[rows]), np.asarray(scales[rows]), columns, weight_format, zero_points=part
-            )
-            self._data.append(_half(name, values))
+            quantized = QuantizedRows(np.asarray(codes[rows]), np.asarray(scales[rows]), zero_points=part)
+            self._data.append(_half(name, dequantized(quantized, columns, weight_format)))
         return name
 
     def integer_matrix(self, integers: IntegerLinears, linear: FusedLinear, name: str, bits: int) -> list[str]:

@@ -47,24 +47,34 @@ _NEGLIGIBLE: Final = np.float32(1e-30)
 """Blocks with only smaller weights are stored as zeros, since the reciprocal of their scale would overflow."""
 
 
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """Averages over the calibration tokens of the K inputs x of a linear."""
+
+    mean_square: Float32Array
+    """E[x_j ** 2], float32 [K]: the cost of an error in a column of the weights."""
+    mean_magnitude: Float32Array
+    """E[|x_j|], float32 [K]."""
+    second_moment: Float32Array | None = None
+    """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
+
+
 def blocks_of(columns: int, weight_format: WeightFormat) -> int:
     """Number of blocks in a row of that many columns; the last one may be padded."""
     return -(-columns // weight_format.block)
 
 
-def quantize_rows(weights: Float32Array, weight_format: WeightFormat) -> tuple[UInt8Array, Float32Array]:
-    """Round rows to the nearest codes.
+def nearest_rows(
+    weights: Float32Array,
+    weight_format: WeightFormat,
+    inputs: InputStatistics | None = None,  # noqa: ARG001 -- round-to-nearest does not use them
+) -> QuantizedRows:
+    """Round rows to nearest: scales and zero points follow from each block's extreme weights.
 
-    Args:
-        weights: float32 [N, K], finite.
-        weight_format: 2, 4 or 8 bits and the block size; without zero points.
-
-    Returns:
-        Packed codes, uint8 [N, blocks, block * bits / 8], and scales, float32 [N, blocks].
+    The arguments are those of `methods.Quantizer`.
     """
     grouped = in_blocks(weights, weight_format)
-    scales, _ = default_scales(grouped, weight_format)
-    return nearest_codes(grouped, scales, weight_format.bits), scales
+    return rounded_rows(grouped, *default_scales(grouped, weight_format), weight_format.bits)
 
 
 def default_scales(grouped: Float32Array, weight_format: WeightFormat) -> tuple[Float32Array, Float32Array | None]:
@@ -153,39 +163,20 @@ def rounded_rows(grouped: Float32Array, scales: Float32Array, zeros: Float32Arra
     return QuantizedRows(nearest_codes(grouped, scales, bits, zeros), scales, zero_points=points)
 
 
-def dequantize_rows(
-    packed: UInt8Array,
-    scales: Float32Array,
-    columns: int,
-    weight_format: WeightFormat,
-    offsets: Float32Array | None = None,
-    zero_points: UInt8Array | None = None,
-) -> Float32Array:
-    """Return the weights of packed codes, float32 [N, columns].
-
-    Codes, scales, offsets and zero points have the shapes of `QuantizedRows`.
-    """
-    # Computed in place: a second copy of an embedding would take a gigabyte.
-    weights: Float32Array = unpack_codes(packed, weight_format.bits).astype(np.float32)
-    if zero_points is None:
-        weights -= np.float32(1 << (weight_format.bits - 1))
-    else:
-        weights -= unpack_zero_points(zero_points, scales.shape[1], weight_format.bits)[:, :, None]
-    weights *= scales[:, :, None]
-    if offsets is not None:
-        weights += offsets[:, :, None]
-    return weights.reshape(len(packed), -1)[:, :columns]
-
-
 def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFormat) -> Float32Array:
     """Return the weights that a graph computes with, float32 [N, columns], with rounded offsets."""
-    offsets = None if quantized.offsets is None else rounded_offsets(quantized.offsets)
-    return dequantize_rows(quantized.packed, quantized.scales, columns, weight_format, offsets, quantized.zero_points)
-
-
-def rounded_offsets(offsets: Float32Array) -> Float32Array:
-    """Round offsets [N, blocks] as a bundle stores them."""
-    return dequantize_rows(*quantize_rows(offsets, OFFSETS), offsets.shape[1], OFFSETS)
+    # Computed in place: a second copy of an embedding would take a gigabyte.
+    weights: Float32Array = unpack_codes(quantized.packed, weight_format.bits).astype(np.float32)
+    if quantized.zero_points is None:
+        weights -= np.float32(1 << (weight_format.bits - 1))
+    else:
+        blocks = quantized.scales.shape[1]
+        weights -= unpack_zero_points(quantized.zero_points, blocks, weight_format.bits)[:, :, None]
+    weights *= quantized.scales[:, :, None]
+    if quantized.offsets is not None:
+        rounded = dequantized(nearest_rows(quantized.offsets, OFFSETS), quantized.offsets.shape[1], OFFSETS)
+        weights += rounded[:, :, None]
+    return weights.reshape(len(weights), -1)[:, :columns]
 
 
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
@@ -214,18 +205,6 @@ def pack_zero_points(zeros: UInt8Array, bits: int) -> UInt8Array:
 def unpack_zero_points(packed: UInt8Array, blocks: int, bits: int) -> UInt8Array:
     """The inverse of `pack_zero_points`."""
     return unpack_codes(packed, bits)[:, :blocks]
-
-
-@dataclass(frozen=True, eq=False)
-class InputStatistics:
-    """Averages over the calibration tokens of the K inputs x of a linear."""
-
-    mean_square: Float32Array
-    """E[x_j ** 2], float32 [K]: the cost of an error in a column of the weights."""
-    mean_magnitude: Float32Array
-    """E[|x_j|], float32 [K]."""
-    second_moment: Float32Array | None = None
-    """E[x xT], float32 [K, K], symmetric; large, so None where no method needs it."""
 
 
 StatisticsOf = Callable[[str], InputStatistics | None]

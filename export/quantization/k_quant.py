@@ -55,9 +55,9 @@ def k_quant_rows(
 ) -> QuantizedRows:
     """Quantize rows [N, K] by k-quant; see `methods.Quantizer`."""
     grouped = in_blocks(weights, weight_format)
-    default, centered = default_scales(grouped, weight_format)
+    default, _ = default_scales(grouped, weight_format)
     flat, scales = grouped.reshape(-1, weight_format.block), default.reshape(-1).copy()
-    zeros = None if centered is None else centered.reshape(-1).copy()
+    zeros = np.empty_like(scales)
     importance = None if inputs is None else _block_importance(inputs.mean_square, weights.shape[1], weight_format)
     step = max(1, _CHUNK_WEIGHTS // weight_format.block)
     for start in range(0, len(flat), step):
@@ -66,14 +66,13 @@ def k_quant_rows(
         normalized = flat[part] * inverse[:, None]
         rows = np.arange(start, start + len(normalized))
         block_importance = None if importance is None else importance[rows % len(importance)]
-        best, points = _best_scales(normalized, block_importance, weight_format)
+        best, zeros[part] = _best_scales(normalized, block_importance, weight_format)
         scales[part] *= best
-        if zeros is not None:
-            zeros[part] = points
     found = scales.reshape(default.shape)
     if weight_format.half_scales:
         found = half_precision(found)
-    return rounded_rows(grouped, found, None if zeros is None else zeros.reshape(default.shape), weight_format.bits)
+    points = zeros.reshape(default.shape) if weight_format.zero_points else None
+    return rounded_rows(grouped, found, points, weight_format.bits)
 
 
 def _block_importance(importance: Float32Array, columns: int, weight_format: WeightFormat) -> Float32Array:
@@ -87,25 +86,14 @@ def _block_importance(importance: Float32Array, columns: int, weight_format: Wei
     return blocks
 
 
-def _rounded(normalized: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None) -> Float32Array:
-    """Compute codes minus zero points, [n, block]; 0 where the scale is 0.
-
-    Args:
-        normalized: float32 [n, block].
-        scales: [n].
-        bits: bits per code.
-        zeros: zero points [n]; None for the middle code.
-    """
-    half = 1 << (bits - 1)
+def _rounded(normalized: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array) -> Float32Array:
+    """Compute codes minus zero points, [n, block], for scales and zero points [n]; 0 where the scale is 0."""
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
     codes = normalized * inverse[:, None]
-    lowest = -half if zeros is None else 0
-    if zeros is not None:  # clipping with arrays as bounds would take three times as long as these two additions
-        codes += zeros[:, None]
+    codes += zeros[:, None]
     np.rint(codes, out=codes)
-    np.clip(codes, lowest, lowest + 2 * half - 1, out=codes)
-    if zeros is not None:
-        codes -= zeros[:, None]
+    np.clip(codes, 0, (1 << bits) - 1, out=codes)
+    codes -= zeros[:, None]
     return codes
 
 
@@ -125,9 +113,10 @@ def _best_scales(
     """
     bits, count = weight_format.bits, len(normalized)
     best, gains = np.zeros(count, np.float32), np.zeros(count, np.float32)
-    points = np.full(count, 1 << (bits - 1), np.float32)
+    middle = np.full(count, 1 << (bits - 1), np.float32)
+    points = middle.copy()
 
-    def offer(scales: Float32Array, zeros: Float32Array | None) -> None:
+    def offer(scales: Float32Array, zeros: Float32Array) -> None:
         """Compute the nearest codes for scales and zero points [n], and keep the fitted scales of improved blocks.
 
         A scale s reduces the error sum(w x x) of codes q by s (2 sum(w x q) - s sum(w q q)), which is largest for the
@@ -140,18 +129,13 @@ def _best_scales(
         fitted = np.divide(match, power, out=np.zeros_like(match), where=power > 0)
         gain = fitted * (2 * match - fitted * power)
         better = gain > gains
-        best[better], gains[better] = fitted[better], gain[better]
-        if zeros is not None:
-            points[better] = zeros[better]
+        best[better], gains[better], points[better] = fitted[better], gain[better], zeros[better]
 
     for factor in (_SCALE_FACTORS_WITH_ZEROS if weight_format.zero_points else _SCALE_FACTORS)[bits]:
         scales = np.full(count, factor, np.float32)
-        if not weight_format.zero_points:
-            offer(scales, None)
-            continue
-        centered = centered_zeros(normalized, scales, bits)
-        for shift in _ZERO_SHIFTS[bits]:
+        centered = centered_zeros(normalized, scales, bits) if weight_format.zero_points else middle
+        for shift in _ZERO_SHIFTS[bits] if weight_format.zero_points else (0,):
             offer(scales, np.clip(centered + np.float32(shift), 0, (1 << bits) - 1))
     for _ in range(_REFINEMENTS):
-        offer(best, points if weight_format.zero_points else None)
+        offer(best, points)
     return best, points

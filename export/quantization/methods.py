@@ -12,7 +12,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
 from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, InputStatistics, default_scales, in_blocks, rounded_rows
+from .codes import Float32Array, InputStatistics, nearest_rows
 from .gptq import gptq_rows
 from .k_quant import k_quant_rows
 
@@ -38,16 +38,6 @@ Quantizer = Callable[[Float32Array, WeightFormat, InputStatistics | None], Quant
 The arguments are the weights, float32 [N, K], finite, in any memory order; 2, 4 or 8 bits, the block size, and whether
 there are zero points; and statistics of the K inputs, None where none are known. Raises `InputError` if the statistics
 are not K finite numbers of at least 0."""
-
-
-def nearest_rows(
-    weights: Float32Array,
-    weight_format: WeightFormat,
-    inputs: InputStatistics | None = None,  # noqa: ARG001 -- round-to-nearest does not use them
-) -> QuantizedRows:
-    """Round rows to nearest: scales and zero points follow from each block's extreme weights. See `Quantizer`."""
-    grouped = in_blocks(weights, weight_format)
-    return rounded_rows(grouped, *default_scales(grouped, weight_format), weight_format.bits)
 
 
 QUANTIZERS: Final[Mapping[Method, Quantizer]] = {

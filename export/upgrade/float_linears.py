@@ -17,7 +17,7 @@ from onnx import TensorProto, numpy_helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import in_order
-from ..quantization.codes import blocks_of, quantize_rows
+from ..quantization.codes import blocks_of, nearest_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
 from .editable import MICROSOFT, EditableGraph, Node
 from .graph_parts import FLOATS, Array, Computed, Source, Tensor, unsupported
@@ -106,9 +106,9 @@ def rounded(matrix: Matrix, weight_format: WeightFormat) -> tuple[Tensor, Tensor
 
     def codes() -> Iterator[Array]:
         found.clear()
-        for packed, scales in in_order(lambda part: quantize_rows(matrix.rows(*part), weight_format), matrix.ranges()):
-            found.append(scales)
-            yield packed
+        for part in in_order(lambda part: nearest_rows(matrix.rows(*part), weight_format), matrix.ranges()):
+            found.append(part.scales)
+            yield part.packed
 
     def scales() -> Iterator[Array]:
         if not found:

@@ -24,7 +24,7 @@ from edgerun.export.draft_training.torch_llama import BlockRounding, CausalLM, M
 from edgerun.export.draft_training.training_loop import load_state  # noqa: E402
 from edgerun.export.draft_training.training_options import HeadChoice, LossKind  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
-from edgerun.export.quantization.codes import dequantize_rows, quantize_rows  # noqa: E402
+from edgerun.export.quantization.codes import dequantized, nearest_rows  # noqa: E402
 from edgerun.models.manifest import WeightFormat  # noqa: E402
 from edgerun.runtime.engine_loading import load  # noqa: E402
 from edgerun.runtime.measure.draft_benefit import count_agreement  # noqa: E402
@@ -177,7 +177,7 @@ def test_weights_are_rounded_as_an_export_rounds_them(bits: int, block: int, col
     weights[2, :3] = 1e-35
     rounded = BlockRounding(bits, block).rounded(torch.from_numpy(weights))
     weight_format = WeightFormat(bits, block)
-    exported = dequantize_rows(*quantize_rows(weights, weight_format), columns, weight_format)
+    exported = dequantized(nearest_rows(weights, weight_format), columns, weight_format)
     # A weight halfway between two codes may go to either: the two sides compute its quotient in different ways.
     step = np.abs(weights).max() / 2 ** (bits - 1)
     differs = np.abs(rounded.numpy() - exported) > 1e-6
@@ -222,5 +222,5 @@ def test_rounded_checkpoint_is_exported_without_rounding_error(tmp_path: Path) -
     matrices = [tensor for tensor in load_file(tmp_path / "model.safetensors").values() if tensor.ndim == 2]
     assert len(matrices) == 1 + 7 * SHAPE.num_hidden_layers
     for matrix in matrices:
-        stored = dequantize_rows(*quantize_rows(matrix, weight_format), matrix.shape[1], weight_format)
+        stored = dequantized(nearest_rows(matrix, weight_format), matrix.shape[1], weight_format)
         np.testing.assert_allclose(stored, matrix, rtol=1e-6, atol=0)

@@ -15,7 +15,7 @@ from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
-from edgerun.export.quantization.codes import dequantize_rows, quantize_rows, rounded_offsets
+from edgerun.export.quantization.codes import dequantized, nearest_rows
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf
 from support.tiny_models import LLAMA3, YARN, exported, require_same_files, write_checkpoint, write_weights
@@ -91,9 +91,7 @@ def test_codes_are_taken_over_exactly(tmp_path, kind: str) -> None:
                 quantized = model.quantized(rows, wider)
                 assert quantized.offsets is None
                 assert quantized.zero_points is None
-                np.testing.assert_array_equal(
-                    dequantize_rows(quantized.packed, quantized.scales, 64, wider), expected[5:-3]
-                )
+                np.testing.assert_array_equal(dequantized(quantized, 64, wider), expected[5:-3])
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *OTHER, *K_QUANTS])
@@ -132,10 +130,10 @@ def test_minima_become_offsets(tmp_path, kind: str) -> None:
     name = "blk.0.ffn_up.weight"
     rows = RowRange("model.layers.0.mlp.up_proj.weight", 3, 250)
     with open_gguf(write_gguf(tmp_path / "model.gguf", source, {name: kind}, raw={name: raw})) as model:
-        exact, (codes, scales, offsets, *_) = model.read_rows(rows), model.quantized(rows, OFFSETS)
-    ours = dequantize_rows(codes, scales, 256, OFFSETS, offsets)
+        exact, quantized = model.read_rows(rows), model.quantized(rows, OFFSETS)
+    ours = dequantized(quantized._replace(offsets=None), 256, OFFSETS) + np.repeat(quantized.offsets, 32, axis=1)
     np.testing.assert_allclose(ours, exact, atol=1e-6 * np.abs(exact).max())
-    stored = dequantize_rows(codes, scales, 256, OFFSETS, rounded_offsets(offsets))
+    stored = dequantized(quantized, 256, OFFSETS)
     assert np.square(stored - exact).sum() < 1e-4 * np.square(exact).sum()
 
 
@@ -155,8 +153,8 @@ def test_requantizing_to_four_bits_beats_round_to_nearest(tmp_path) -> None:
     with open_gguf(file) as model:
         exact = model.read_rows(rows)
         for weight_format in (INT4, WeightFormat(4, 128)):
-            ours = dequantize_rows(*model.quantized(rows, weight_format)[:2], 256, weight_format) - exact
-            plain = dequantize_rows(*quantize_rows(exact, weight_format), 256, weight_format) - exact
+            ours = dequantized(model.quantized(rows, weight_format), 256, weight_format) - exact
+            plain = dequantized(nearest_rows(exact, weight_format), 256, weight_format) - exact
             assert np.square(ours).sum() < 0.95 * np.square(plain).sum()
             assert np.square(ours).sum() < 0.02 * np.square(exact).sum()
 

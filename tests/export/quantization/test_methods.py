@@ -18,9 +18,9 @@ from edgerun.export.quantization.codes import (
     InputStatistics,
     blocks_of,
     dequantized,
+    nearest_rows,
     pack_codes,
     pack_zero_points,
-    quantize_rows,
     unpack_codes,
     unpack_zero_points,
 )
@@ -256,7 +256,7 @@ def test_error_is_at_most_half_a_step_and_the_extreme_is_exact(weights, weight_f
 def test_all_codes_are_used(weight_format: WeightFormat) -> None:
     codes = 1 << weight_format.bits
     row = np.arange(-codes // 2, codes // 2, dtype=np.float32)[None]
-    packed, scales = quantize_rows(row, WeightFormat(weight_format.bits, max(codes, weight_format.block)))
+    packed, scales, *_ = nearest_rows(row, WeightFormat(weight_format.bits, max(codes, weight_format.block)))
     np.testing.assert_array_equal(unpack_codes(packed, weight_format.bits).reshape(-1)[:codes], np.arange(codes))
     assert scales.reshape(-1)[0] == 1.0
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from edgerun.export import FP32
 from edgerun.export.graph.initializers import WeightFile
-from edgerun.export.quantization.codes import dequantize_rows, quantize_rows
+from edgerun.export.quantization.codes import dequantized, nearest_rows
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.float_linears import Matrix, quantize_linears, rounded, widen
 from edgerun.export.upgrade.graph_parts import Array, Computed, Tensor, in_place, to_file
@@ -65,7 +65,7 @@ def expected(head: str, ids: npt.NDArray[np.int64], weight_format: WeightFormat,
         matrix = weights(name, rows, columns)
         if weight_format.bits == 32:
             return matrix
-        return dequantize_rows(*quantize_rows(matrix, weight_format), columns, weight_format)
+        return dequantized(nearest_rows(matrix, weight_format), columns, weight_format)
 
     table = read("table", VOCABULARY, WIDTH, head_format)
     value = table[ids]
@@ -130,7 +130,7 @@ def test_matrix_is_rounded_by_row_in_both_layouts(
 ) -> None:
     matrix = weights("any", rows, columns).astype(dtype)
     stored = rounded(Matrix(Tensor.of(matrix.T if transposed else matrix), transposed), weight_format)
-    expected = quantize_rows(matrix.astype(np.float32), weight_format)
+    expected = nearest_rows(matrix.astype(np.float32), weight_format)[:2]
     for tensor, array in list(zip(stored, expected, strict=True))[:: 1 if codes_first else -1]:
         np.testing.assert_array_equal(tensor.array(), array)
 

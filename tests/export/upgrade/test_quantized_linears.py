@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import NodeProto, TensorProto, helper
 
 from edgerun.export.graph.initializers import WeightFile
-from edgerun.export.quantization.codes import quantize_rows
+from edgerun.export.quantization.codes import nearest_rows
 from edgerun.export.upgrade.editable import MICROSOFT, EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place, to_file
 from edgerun.export.upgrade.quantized_linears import (
@@ -34,7 +34,7 @@ VALUE = np.random.default_rng(0).standard_normal((1, 3, K)).astype(np.float32)
 def linear(name: str, width: int, zero_points: bool = False, accuracy: int = 1) -> tuple[NodeProto, dict[str, Array]]:
     """A MatMulNBits over `x`, and its constants."""
     random = np.random.default_rng(width)
-    codes, scales = quantize_rows(random.standard_normal((width, K)).astype(np.float32), WeightFormat(4, BLOCK))
+    codes, scales, *_ = nearest_rows(random.standard_normal((width, K)).astype(np.float32), WeightFormat(4, BLOCK))
     constants: dict[str, Array] = {f"{name}.codes": codes, f"{name}.scales": scales}
     if zero_points:
         constants[f"{name}.zeros"] = random.integers(0, 256, (width, K // BLOCK // 2), np.uint8)
