@@ -20,16 +20,13 @@ from ...models.atomic import write_atomically
 from ...models.progress import Progress
 from ..bundle_content import SourceModel
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.layout import head_layout, layer_layout
+from ..checkpoint.layout import layer_layout
 from ..checkpoint.source import Float32Array, in_order
 from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
 from .layer_graphs import expert_of
 from .layer_runner import Captured, LayerRunner
 from .text_batches import Batch, pack_texts
-
-Float64Array = npt.NDArray[np.float64]
 
 STAGE: Final = "collecting statistics"
 _HEAD: Final = "head"
@@ -93,7 +90,7 @@ def collect_statistics(
     for index in range(config.layers):
         progress(STAGE, index / (config.layers + 1))
         _collect_layer(runner, index, hidden, batches, folder, second_moments)
-    head = _Sums(head_layout(config), second_moments)
+    head = InputSums(config.hidden_size, second_moments)
     for batch, states in zip(batches, hidden, strict=True):
         head.add(runner.head_inputs(states[batch.filled]))
     head.save(folder, _HEAD)
@@ -129,13 +126,13 @@ def _collect_layer(
     """Collect the statistics of one layer unless the folder has them, and replace `hidden` by the states after it."""
     linears = {linear.name: linear for linear in layer_layout(runner.config, index).linears}
     matrices = {name: runner.matrix(linear) for name, linear in linears.items()}
-    dense = {name: _Sums(linear, second_moments) for name, linear in linears.items() if not linear.experts}
-    of_experts: dict[str, list[_Sums]] = {}
+    dense = {name: InputSums(linear.columns, second_moments) for name, linear in linears.items() if not linear.experts}
+    of_experts: dict[str, list[InputSums]] = {}
     """Sums over the tokens of each expert, and at the end of all together, which share the moments of large experts."""
     for linear in (linear for linear in linears.values() if linear.experts):
         own = linear.experts * 4 * linear.columns**2 <= MAX_MOMENT_BYTES
-        each = [_Sums(linear, second_moments and own) for _ in range(linear.experts)]
-        of_experts[linear.name] = [*each, _Sums(linear, second_moments)]
+        each = [InputSums(linear.columns, second_moments and own) for _ in range(linear.experts)]
+        of_experts[linear.name] = [*each, InputSums(linear.columns, second_moments)]
 
     def run(number: int) -> Captured:
         return runner.captured(index, hidden[number], batches[number], lambda linear: matrices[linear.name])
@@ -166,15 +163,14 @@ def _collect_layer(
         sums.save(folder, name)
 
 
-class _Sums:
-    """Sums over tokens of a linear's inputs."""
+class InputSums:
+    """Sums over tokens of the K inputs of a linear."""
 
-    def __init__(self, linear: FusedLinear, second_moments: bool) -> None:
+    def __init__(self, columns: int, second_moments: bool) -> None:
         self.tokens: float = 0
         """Number of tokens, or their weight where some count less."""
-        self._squares: Float64Array = np.zeros(linear.columns)
-        self._magnitudes: Float64Array = np.zeros(linear.columns)
-        self._moments = np.zeros((linear.columns, linear.columns), np.float32) if second_moments else None
+        self._squares, self._magnitudes = np.zeros(columns), np.zeros(columns)
+        self._moments = np.zeros((columns, columns), np.float32) if second_moments else None
 
     def add(self, inputs: Float32Array) -> None:
         """Add inputs, float32 [tokens, K]."""
@@ -184,7 +180,7 @@ class _Sums:
         if self._moments is not None:
             self._moments += inputs.T @ inputs
 
-    def add_sums(self, other: _Sums, weight: float) -> None:
+    def add_sums(self, other: InputSums, weight: float) -> None:
         """Add the sums over other tokens, each of which counts as `weight` tokens."""
         self.tokens += weight * other.tokens
         self._squares += weight * other._squares
@@ -192,18 +188,24 @@ class _Sums:
         if self._moments is not None and other._moments is not None:
             self._moments += np.float32(weight) * other._moments
 
+    def averages(self) -> InputStatistics:
+        """The averages; nothing can be added afterwards."""
+        total = max(self.tokens, 1)
+        if self._moments is not None:
+            self._moments /= np.float32(total)  # without a second copy in memory
+        square, magnitude = ((each / total).astype(np.float32) for each in (self._squares, self._magnitudes))
+        return InputStatistics(square, magnitude, self._moments)
+
     def save(self, folder: Path, name: str, counted: float = 0.0) -> None:
         """Write the averages; the file whose presence marks them complete comes last.
 
         `counted` is the part of the tokens that are not the linear's own.
         """
-        total = max(self.tokens, 1)
-        if self._moments is not None:
-            self._moments /= np.float32(total)
-            _save(folder / f"{name}.moments.npy", self._moments)
-        averages = np.stack([self._squares, self._magnitudes]) / total
+        known = self.averages()
+        if known.second_moment is not None:
+            _save(folder / f"{name}.moments.npy", known.second_moment)
         _save(folder / f"{name}.tokens.npy", np.array(round(self.tokens - counted)))
-        _save(folder / f"{name}.npy", averages.astype(np.float32))
+        _save(folder / f"{name}.npy", np.stack([known.mean_square, known.mean_magnitude]))
 
 
 def _save(path: Path, values: npt.NDArray[Any]) -> None:

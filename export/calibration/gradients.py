@@ -101,7 +101,7 @@ class _Collector:
 
     def run_forward(self, index: int, mixes: bool) -> None:
         """Run half a layer; the hidden states before it go to disk."""
-        matrices = self._matrices(index, mixes)
+        matrices = self._runner.half_matrices(index, mixes)
 
         def run(number: int) -> Float32Array:
             hidden, batch = self._hidden[number], self._batches[number]
@@ -131,7 +131,7 @@ class _Collector:
 
     def run_backward(self, index: int, mixes: bool) -> None:
         """Collect the moments of half a layer, and compute the gradients before it."""
-        matrices, half = self._matrices(index, mixes), self._runner.half_graph(index, mixes)
+        matrices, half = self._runner.half_matrices(index, mixes), self._runner.half_graph(index, mixes)
         linears = {each.name: each for each in layer_layout(self._config, index).linears}
         sums: defaultdict[RowRange, list[Any]] = defaultdict(lambda: [0, 0])
         for number, batch in enumerate(self._batches):
@@ -153,11 +153,6 @@ class _Collector:
                         sums[rows][number % 2] += own.T @ own
         for rows, halves in sums.items():
             self._moments.save(rows, shrunk(*halves).numpy())
-
-    def _matrices(self, index: int, mixes: bool) -> dict[str, Float32Array]:
-        layer = layer_layout(self._config, index)
-        linears = layer.mixer_linears if mixes else layer.feed_forward_linears
-        return {linear.name: self._runner.matrix(linear) for linear in linears}
 
     def _states(self, index: int, mixes: bool, number: int) -> Path:
         """The file of a batch's hidden states before half a layer."""

@@ -73,6 +73,12 @@ class LayerRunner:
                 row += len(chunk)
         return matrix
 
+    def half_matrices(self, index: int, mixes: bool) -> dict[str, Float32Array]:
+        """The matrices of the linears of half of layer `index`, by their names in the order of the graph."""
+        layer = layer_layout(self.config, index)
+        linears = layer.mixer_linears if mixes else layer.feed_forward_linears
+        return {linear.name: self.matrix(linear) for linear in linears}
+
     def embed(self, batch: Batch, matrix: Float32Array | None = None) -> Float32Array:
         """Hidden states before the first layer; `matrix` replaces the checkpoint's embedding."""
         if matrix is None:

@@ -28,7 +28,7 @@ from .awq import apply_awq
 from .calibration_text import CalibrationText, calibration_text
 from .collect_statistics import StatisticsStore, collect_statistics, rare_experts
 from .divergence import PlanEvaluator
-from .output_moments import OutputMoments, require_torch
+from .output_moments import require_torch
 from .sequential import STAGE, quantize_sequentially
 
 _STATISTICS: Final = "statistics"
@@ -100,7 +100,11 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     if any(each.method is Method.GPTQ for each in plan.values()):
         key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
         store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
-        outputs = _output_moments(model, text, folder / _OUTPUTS, recipe.seed, progress) if recipe.gradients else None
+        outputs = None
+        if recipe.gradients:
+            from .gradients import collect_gradients  # noqa: PLC0415 -- PyTorch is an extra, imported when used
+
+            outputs = collect_gradients(model, text, folder / _OUTPUTS, recipe.seed, progress)
         quantize_sequentially(model, text, plan, store, progress, outputs)
     else:
         # One after the other, before the threads that write the bundle need them.
@@ -125,14 +129,6 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         notes=tuple(rare_experts(statistics, config)) if recipe.calibrated else (),
         task_words=task_words,
     )
-
-
-def _output_moments(
-    model: SourceModel, text: CalibrationText, folder: Path, seed: int, progress: Progress
-) -> OutputMoments:
-    from .gradients import collect_gradients  # noqa: PLC0415 -- PyTorch is an extra, imported when used
-
-    return collect_gradients(model, text, folder, seed, progress)
 
 
 def calibrate(

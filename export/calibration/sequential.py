@@ -29,6 +29,7 @@ from ..checkpoint.layout import embedding_layout, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, in_order
 from ..quantization.codes import InputStatistics
 from .calibration_text import CalibrationText
+from .collect_statistics import InputSums
 from .layer_runner import LayerRunner
 from .output_moments import OutputMoments
 from .text_batches import pack_texts
@@ -92,9 +93,8 @@ class _SequentialQuantizer:
 
     def quantize_half(self, index: int, *, mixes: bool) -> None:
         """Quantize the linears of the first or the second half of a layer, and compute the hidden states after it."""
-        layer = layer_layout(self._runner.config, index)
-        linears = layer.mixer_linears if mixes else layer.feed_forward_linears
-        matrices = {linear.name: self._runner.matrix(linear) for linear in linears}
+        matrices = self._runner.half_matrices(index, mixes)
+        linears = [each for each in layer_layout(self._runner.config, index).linears if each.name in matrices]
 
         def run(
             states: list[Float32Array], weights: dict[str, Float32Array]
@@ -146,17 +146,13 @@ class _SequentialQuantizer:
 def _target(weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> tuple[Float32Array, InputStatistics]:
     """A linear's target weights from its inputs in both models, a pair [tokens, K] for each batch."""
     columns = weights.shape[1]
-    moments, mixed = (np.zeros((columns, columns), np.float32) for _ in range(2))
-    magnitudes, tokens = np.zeros(columns), 0
+    sums, mixed = InputSums(columns, second_moments=True), np.zeros((columns, columns), np.float32)
     for exact, changed in inputs:
-        moments += changed.T @ changed
+        sums.add(changed)
         mixed += exact.T @ changed
-        magnitudes += np.abs(changed).sum(axis=0, dtype=np.float64)
-        tokens += len(changed)
-    mixed -= moments
-    damped = moments.astype(np.float64)
+    known = sums.averages()
+    mixed = mixed / np.float32(sums.tokens) - known.second_moment
+    damped = np.asarray(known.second_moment, np.float64)
     damped[np.diag_indices(columns)] += _DAMPING * np.diagonal(damped).mean() + np.finfo(np.float64).tiny
     shift = _TARGET_SHARE * np.linalg.solve(damped, (weights @ mixed).T.astype(np.float64))
-    moments /= np.float32(tokens)
-    known = InputStatistics(np.diagonal(moments).copy(), (magnitudes / tokens).astype(np.float32), moments)
     return weights + shift.T.astype(np.float32), known
