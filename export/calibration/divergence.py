@@ -103,13 +103,11 @@ class PlanEvaluator:
         self.tokens: Final = sum(map(len, text))
         self._batches = pack_texts(self._text)
         self._linears = {linear.name: linear for linear in fused_linears(config)}
-        self._runner, self._comparison = LayerRunner(model), LogitComparison(config.vocab_size)
-        self._matrices = RecentArrays(_MATRIX_BYTES)
         self._folder = folder
         self._kept = KeptNumbers(folder / "mean-kl.json")
         self._exact: set[Path] = set()
         """Files of the float model's hidden states."""
-        self._recent = RecentArrays(_STATE_BYTES)
+        self.release()
         self._references: dict[int, list[ReferenceLogits]] = {}
         self._prefixes: dict[tuple[int, tuple[object, ...]], int] = {}
         self._stages: list[tuple[FusedLinear, ...]] = [(self._linears["embedding"],)]
@@ -162,8 +160,7 @@ class PlanEvaluator:
         """Free the memory of matrices, recent plans and sessions; they are recomputed when needed."""
         # ONNX Runtime keeps the largest memory of a pass for as long as a session lives.
         self._runner, self._comparison = LayerRunner(self._model), LogitComparison(self._config.vocab_size)
-        self._matrices.clear()
-        self._recent.clear()
+        self._matrices, self._recent = RecentArrays(_MATRIX_BYTES), RecentArrays(_STATE_BYTES)
 
     def divergence_of_bundle(self, bundle: Path) -> Divergence:
         """Measure a bundle's graph as it is, with activations in 8 bits.
@@ -341,8 +338,3 @@ class RecentArrays:
         while self._bytes > self.limit:
             _, oldest = self._arrays.popitem(last=False)
             self._bytes -= oldest.nbytes
-
-    def clear(self) -> None:
-        """Drop all arrays."""
-        self._arrays.clear()
-        self._bytes = 0

@@ -108,38 +108,34 @@ class _SequentialQuantizer:
 
         exact, current = list(run(self._exact, matrices)), dict(matrices)
         for linear in linears:
-            target = None
-            if self._has_target(linear):
-                inputs = (
-                    [found[linear.name][batch.filled] for _, found in pair]
-                    for *pair, batch in zip(exact, run(self._changed, current), self._batches, strict=True)
-                )
-                target = self._target(matrices[linear.name], inputs)
-            current[linear.name] = self._made(linear, target)
+            inputs = (
+                [found[linear.name][batch.filled] for _, found in pair]
+                for *pair, batch in zip(exact, run(self._changed, current), self._batches, strict=True)
+            )
+            current[linear.name] = self._made(linear, inputs)
         self._exact = [states for states, _ in exact]
         self._changed = [states for states, _ in run(self._changed, current)]
 
     def quantize_head(self) -> None:
         """Quantize the head, the last linear."""
-        linear, target = head_layout(self._runner.config), None
-        if self._has_target(linear) and not self._runner.config.tied_head:
-            inputs = (
-                [self._runner.head_inputs(states[batch.filled]) for states in pair]
-                for *pair, batch in zip(self._exact, self._changed, self._batches, strict=True)
-            )
-            target = self._target(self._runner.matrix(linear), inputs)
-        self._store.make(linear, self._plan[linear.name], target)
+        inputs = (
+            [self._runner.head_inputs(states[batch.filled]) for states in pair]
+            for *pair, batch in zip(self._exact, self._changed, self._batches, strict=True)
+        )
+        self._make(head_layout(self._runner.config), None if self._runner.config.tied_head else inputs)
 
-    def _has_target(self, linear: FusedLinear) -> bool:
+    def _make(self, linear: FusedLinear, inputs: Iterator[list[Float32Array]] | None) -> None:
+        """Quantize a linear, to a target if its inputs in both models are given and GPTQ rounds it."""
+        weight_format, target = self._plan[linear.name], None
         # Quantized experts get other tokens too. Each is quantized by the statistics of its tokens in the float model.
-        return self._plan[linear.name].method is Method.GPTQ and not linear.experts
+        if inputs is not None and weight_format.method is Method.GPTQ and not linear.experts:
+            outputs_of = self._outputs.of if self._outputs is not None else lambda _: None
+            target = Target(*_target(self._runner.matrix(linear), inputs), outputs_of)
+        self._store.make(linear, weight_format, target)
 
-    def _target(self, weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> Target:
-        return Target(*_target(weights, inputs), self._outputs.of if self._outputs is not None else lambda _: None)
-
-    def _made(self, linear: FusedLinear, target: Target | None = None) -> Float32Array:
+    def _made(self, linear: FusedLinear, inputs: Iterator[list[Float32Array]] | None = None) -> Float32Array:
         """Quantize a linear; returns its dequantized matrix."""
-        self._store.make(linear, self._plan[linear.name], target)
+        self._make(linear, inputs)
         return self._store.weights(linear, self._plan[linear.name])
 
 
