@@ -27,7 +27,7 @@ from ..bundle_content import SourceModel
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import embedding_layout, head_layout, layer_layout
 from ..checkpoint.source import Float32Array, in_order
-from ..quantization.codes import InputStatistics
+from ..quantization.codes import InputStatistics, second_moments
 from .calibration_text import CalibrationText
 from .collect_statistics import InputSums
 from .layer_runner import LayerRunner
@@ -147,8 +147,9 @@ def _target(weights: Float32Array, inputs: Iterator[list[Float32Array]]) -> tupl
         sums.add(changed)
         mixed += exact.T @ changed
     known = sums.averages()
-    mixed = mixed / np.float32(sums.tokens) - known.second_moment
-    damped = np.asarray(known.second_moment, np.float64)
+    moments = second_moments(known, columns)
+    mixed = mixed / np.float32(sums.tokens) - moments
+    damped = moments.astype(np.float64)
     damped[np.diag_indices(columns)] += _DAMPING * np.diagonal(damped).mean() + np.finfo(np.float64).tiny
     shift = _TARGET_SHARE * np.linalg.solve(damped, (weights @ mixed).T.astype(np.float64))
     return weights + shift.T.astype(np.float32), known
