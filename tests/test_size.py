@@ -11,7 +11,7 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (14_903, 122, 262),
-    "export": (15_868, 136, 180),
+    "export": (15_809, 136, 180),
     "runtime": (24_026, 213, 374),
     "models": (3_314, 30, 40),
 }
