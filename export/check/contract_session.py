@@ -7,10 +7,7 @@ that expand low-bit weights.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +22,7 @@ from onnx import ModelProto
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME
 from ...runtime.graph.ort import ORT_ERRORS, SILENT, VERBOSE, error_reason, load_session, run_options, session_options
+from ...runtime.text.tokenizer_library import captured_stderr
 from ..graph import inputs_outputs
 
 TOLERANCE: Final = 1e-3
@@ -34,8 +32,6 @@ _LOG_MARK: Final = "onnxruntime:"
 """Text in every line that ONNX Runtime logs."""
 _EXPANSION_MESSAGE: Final = "unpacked compute mode"
 """Text in the line that ONNX Runtime logs when a product expands its matrix to float32."""
-_STDERR: Final = 2
-_STDERR_LOCK: Final = threading.Lock()
 _HINT: Final = "copy the model again if it may be damaged; else update onnxruntime"
 
 
@@ -154,10 +150,11 @@ class ContractSession:
         """
         self._options.log_severity_level = VERBOSE
         try:
-            with _captured_stderr() as lines:
+            with captured_stderr() as written:
                 logits = self.forward(tokens, logits_for)
         finally:
             self._options.log_severity_level = SILENT
+        lines = written.decode("utf-8", errors="replace").splitlines(keepends=True)
         if sys.stderr is not None:  # show what something else wrote meanwhile, such as a progress bar
             sys.stderr.writelines(line for line in lines if _LOG_MARK not in line)
         return logits, sum(_EXPANSION_MESSAGE in line for line in lines)
@@ -280,34 +277,3 @@ def _serialized(model: ModelProto) -> bytes:
         raise ExportError(
             "the model holds 2 GB or more in its graph file", "save it with its weights in a separate file"
         ) from error
-
-
-@contextmanager
-def _captured_stderr() -> Iterator[list[str]]:
-    """Capture what any part of the process writes to standard error, instead of showing it.
-
-    Yields a list that has the lines when the block ends: none if the process has no standard error.
-    """
-    captured: list[str] = []
-    with _STDERR_LOCK:
-        try:
-            original = os.dup(_STDERR)
-        except OSError:
-            yield captured
-            return
-        with tempfile.TemporaryFile() as file:
-            _flush_stderr()
-            os.dup2(file.fileno(), _STDERR)
-            try:
-                yield captured
-            finally:
-                _flush_stderr()
-                os.dup2(original, _STDERR)
-                os.close(original)
-                file.seek(0)
-                captured += file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
-
-
-def _flush_stderr() -> None:
-    if sys.stderr is not None and not sys.stderr.closed:
-        sys.stderr.flush()

@@ -49,29 +49,49 @@ def messages_kept_back() -> Iterator[None]:
     if not _HIDDEN.is_set():
         yield
         return
+    panicked, written = False, bytearray()
+    try:
+        with captured_stderr() as written:
+            yield
+    except BaseException as error:
+        panicked = is_panic(error) or is_panic(error.__cause__)
+        raise
+    finally:
+        if written and not panicked:
+            with suppress(OSError):
+                os.write(_STANDARD_ERROR, written[:_MAX_KEPT_BACK])
+
+
+@contextmanager
+def captured_stderr() -> Iterator[bytearray]:
+    """Capture what any part of the process writes to standard error, instead of showing it.
+
+    Yields a buffer that has it when the block ends: nothing if the process has no standard error.
+    """
     import tempfile  # noqa: PLC0415  its import takes as long as all the others here
 
+    captured = bytearray()
     with _REDIRECTED, tempfile.TemporaryFile() as kept_back:
         saved = None
         with suppress(OSError, ValueError):  # standard error may be closed
-            if sys.stderr is not None:
-                sys.stderr.flush()
+            _flush_stderr()
             saved = os.dup(_STANDARD_ERROR)
             os.dup2(kept_back.fileno(), _STANDARD_ERROR)
-        panicked = False
         try:
-            yield
-        except BaseException as error:
-            panicked = is_panic(error) or is_panic(error.__cause__)
-            raise
+            yield captured
         finally:
             if saved is not None:
+                with suppress(OSError, ValueError):
+                    _flush_stderr()
                 os.dup2(saved, _STANDARD_ERROR)
                 os.close(saved)
                 kept_back.seek(0)
-                if not panicked and (written := kept_back.read(_MAX_KEPT_BACK)):
-                    with suppress(OSError):
-                        os.write(_STANDARD_ERROR, written)
+                captured += kept_back.read()
+
+
+def _flush_stderr() -> None:
+    if sys.stderr is not None:
+        sys.stderr.flush()
 
 
 LONG_TEXT: Final = 1 << 14
