@@ -7,12 +7,11 @@ from ...errors import CheckpointError
 from .family import Family
 from .gemma import FAMILIES as GEMMA
 from .gpt_oss import FAMILIES as GPT_OSS
-from .granite import FAMILIES as GRANITE
-from .lfm2 import FAMILIES as LFM2
+from .hybrids import FAMILIES as HYBRIDS
 from .llama import FAMILIES as LLAMA
 from .qwen import FAMILIES as QWEN
 
-FAMILIES: Final[Mapping[str, Family]] = {**GEMMA, **GPT_OSS, **GRANITE, **LFM2, **LLAMA, **QWEN}
+FAMILIES: Final[Mapping[str, Family]] = {**GEMMA, **GPT_OSS, **HYBRIDS, **LLAMA, **QWEN}
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 

@@ -79,7 +79,7 @@ def read_convolutions(config: Mapping[str, Any], layers: int) -> ConvolutionConf
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The layers of a model with linear attention."""
+    """The layers of a model with linear attention: gated delta nets, or state spaces of Mamba-2."""
 
     layers: tuple[bool, ...]
     """Whether each layer has a recurrence in place of attention."""
@@ -92,6 +92,13 @@ class RecurrentConfig:
     """Channels of a value head."""
     kernel: int
     """Number of tokens that the convolution of queries, keys and values, or of x, B and C, spans."""
+    delta_rule: bool
+    """Whether they are delta nets."""
+    by_key_head: bool = False
+    """Whether the projections give all of a key head together, with the value heads that it serves."""
+    convolution_biased: bool = False
+    biased: bool = False
+    """Whether both projections have biases."""
 
     @property
     def key_width(self) -> int:
@@ -110,24 +117,16 @@ class RecurrentConfig:
 
     @property
     def update_width(self) -> int:
-        """Numbers by which a token updates the states: B of the groups, dt x and the decays of the heads of Mamba-2."""
+        """Numbers by which a token updates the states.
+
+        Keys and values of the value heads, decays and betas; of Mamba-2, B of the groups, dt x and decays of the heads.
+        """
+        if self.delta_rule:
+            return self.value_heads * (self.key_dim + self.value_dim + 2)
         return self.key_width + self.value_width + self.value_heads
 
 
-@dataclass(frozen=True)
-class DeltaNetConfig(RecurrentConfig):
-    """The layers of a model with a gated delta net."""
-
-    by_key_head: bool
-    """Whether the projections give all of a key head together, with the value heads that it serves."""
-
-    @property
-    def update_width(self) -> int:
-        """Numbers by which a token updates the states: keys and values of the value heads, decays and betas."""
-        return self.value_heads * (self.key_dim + self.value_dim + 2)
-
-
-def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool = False) -> DeltaNetConfig:
+def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool = False) -> RecurrentConfig:
     """Return the delta nets of a parsed config.json.
 
     With `by_key_head`, one projection gives query, key, values and gates of the output of each key head, and another
@@ -147,27 +146,19 @@ def read_delta_nets(config: Mapping[str, Any], layers: int, *, by_key_head: bool
         raise CheckpointError(
             f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
-    return DeltaNetConfig(
+    return RecurrentConfig(
         delta_layers,
         key_heads,
         value_heads,
         count(config, "linear_key_head_dim", default=128),
         count(config, "linear_value_head_dim", default=128),
         count(config, "linear_conv_kernel_dim", default=4, minimum=2, maximum=MAX_KERNEL),
-        by_key_head,
+        delta_rule=True,
+        by_key_head=by_key_head,
     )
 
 
-@dataclass(frozen=True)
-class Mamba2Config(RecurrentConfig):
-    """The layers of a model with a Mamba-2 state space."""
-
-    convolution_biased: bool
-    biased: bool
-    """Whether both projections have biases."""
-
-
-def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
+def read_mamba2(config: Mapping[str, Any], layers: int) -> RecurrentConfig:
     """Return the state spaces of a parsed config.json.
 
     Raises:
@@ -198,15 +189,16 @@ def read_mamba2(config: Mapping[str, Any], layers: int) -> Mamba2Config:
             f"{heads} mamba_n_heads of {head_dim} channels (mamba_d_head) do not make mamba_expand * hidden_size, "
             f"which is {width}"
         )
-    return Mamba2Config(
+    return RecurrentConfig(
         mamba_layers,
         groups,
         heads,
         count(config, "mamba_d_state", default=256),
         head_dim,
         count(config, "mamba_d_conv", default=4, minimum=2, maximum=MAX_KERNEL),
-        bool(config.get("mamba_conv_bias", True)),
-        bool(config.get("mamba_proj_bias", False)),
+        delta_rule=False,
+        convolution_biased=bool(config.get("mamba_conv_bias", True)),
+        biased=bool(config.get("mamba_proj_bias", False)),
     )
 
 

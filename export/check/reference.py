@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..architectures.family import HeadNorm
-from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig
+from ..architectures.state_layers import ConvolutionConfig
 from ..checkpoint.config import Activation, DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout, per_layer_inputs_layout
@@ -118,8 +118,7 @@ class Reference:
         match layer.states.config:
             case ConvolutionConfig():
                 return convolution(self.weights, layer.states, projected)
-            case DeltaNetConfig() as config:
-                assert layer.gates is not None  # noqa: S101 -- every delta net has them
+            case config if layer.gates is not None:
                 gates = linear(self.weights, layer.gates, normed)
                 return delta_net(self.weights, layer.states, config, projected, gates, self.config.norm_epsilon)
             case config:

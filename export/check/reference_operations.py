@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ..architectures.state_layers import DeltaNetConfig, RecurrentConfig
+from ..architectures.state_layers import RecurrentConfig
 from ..checkpoint.config import ExpertsConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, StateWeights
 from ..checkpoint.source import ModelSource, RowRange
@@ -91,7 +91,7 @@ def _steps(weights: ModelSource, layer: StateWeights, step: Float64Array) -> tup
 def delta_net(
     weights: ModelSource,
     layer: StateWeights,
-    config: DeltaNetConfig,
+    config: RecurrentConfig,
     projected: Float64Array,
     gates: Float64Array,
     epsilon: float,

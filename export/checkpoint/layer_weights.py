@@ -132,7 +132,7 @@ class SharedExpertWeights(NamedTuple):
         return (self.gate_up, self.down) if self.gate is None else (self.gate_up, self.down, self.gate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """The linears and norms of one decoder layer; None for a norm that the layer lacks."""
 
@@ -143,11 +143,11 @@ class Layer:
     Mamba-2 the gate, x, B, C and the steps."""
     output: FusedLinear
     """The output projection of attention, or of what a layer has in its place."""
-    producer: Producer | None
+    producer: Producer | None = None
     """What of `qkv` the inputs of `output` are proportional to; None where they are to no part of it."""
-    states: StateWeights | None
+    states: StateWeights | None = None
     """The convolution, delta net or state space in place of attention; None for a layer with attention."""
-    gates: FusedLinear | None
+    gates: FusedLinear | None = None
     """The inputs of beta and of the decay in a layer with a delta net; None for others."""
     gate_up: FusedLinear
     down: FusedLinear
@@ -162,8 +162,8 @@ class Layer:
     scale: str | None
     """Checkpoint name of the factor on the hidden states after the layer; None where the family has none."""
     before_attention: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ..architectures.family import HeadNorm
-from ..architectures.state_layers import ConvolutionConfig, DeltaNetConfig, Mamba2Config, RecurrentConfig
+from ..architectures.state_layers import ConvolutionConfig, RecurrentConfig
 from .config import DecoderConfig
 from .layer_weights import (
     FusedLinear,
@@ -36,7 +36,6 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     """Return the linears and norms of layer `index`."""
     module, traits = f"model.layers.{index}", config.traits
     attention, hidden = f"{module}.self_attn", config.hidden_size
-    mixer = _mixer(config, index)
     router, gate_up, down = _feed_forward(config, index)
     shared = None if router is None else _shared_expert(config, index)
 
@@ -44,7 +43,7 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
         return None if name is None else Norm(f"{module}.{name}.weight", hidden)
 
     return Layer(
-        **mixer._asdict(),
+        **_mixer(config, index),
         gate_up=gate_up,
         down=down,
         router=router,
@@ -59,19 +58,8 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
     )
 
 
-class _Mixer(NamedTuple):
-    """The part of a layer that mixes tokens."""
-
-    qkv: FusedLinear
-    output: FusedLinear
-    producer: Producer | None = None
-    states: StateWeights | None = None
-    gates: FusedLinear | None = None
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
-
-
-def _mixer(config: DecoderConfig, index: int) -> _Mixer:
+def _mixer(config: DecoderConfig, index: int) -> dict[str, Any]:
+    """The fields of `Layer` that attention, or what takes its place, determines."""
     """The attention of a layer, or what it has in its place."""
     states, hidden, linear = config.state_layers, config.hidden_size, f"layers.{index}"
     match states if states is not None and states.layers[index] else None:
@@ -81,8 +69,9 @@ def _mixer(config: DecoderConfig, index: int) -> _Mixer:
             output = FusedLinear(f"{linear}.conv_out", (f"{module}.out_proj",), (hidden,), hidden, biased)
             bias = f"{module}.conv.bias" if biased else None
             weights = StateWeights(settings, f"{module}.conv.weight", hidden, bias=bias)
-            return _Mixer(inputs, output, Producer(hidden), weights)  # the gate behind the convolution, C
-        case DeltaNetConfig() as settings:
+            producer = Producer(hidden)  # the gate behind the convolution, C
+            return {"qkv": inputs, "output": output, "producer": producer, "states": weights}
+        case RecurrentConfig(delta_rule=True) as settings:
             module = f"model.layers.{index}.linear_attn"
             projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
             gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
@@ -91,19 +80,20 @@ def _mixer(config: DecoderConfig, index: int) -> _Mixer:
             # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
             exact = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
             output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
-            return _Mixer(inputs, output, states=_recurrent(settings, module, settings.value_dim), gates=exact)
-        case Mamba2Config() as settings:
+            recurrent = _recurrent(settings, module, settings.value_dim)
+            return {"qkv": inputs, "output": output, "states": recurrent, "gates": exact}
+        case RecurrentConfig() as settings:
             module, biased, width = f"model.layers.{index}.mamba", settings.biased, settings.value_width
             total = width + settings.convolved + settings.value_heads
             inputs = FusedLinear(f"{linear}.mamba_in", (f"{module}.in_proj",), (total,), hidden, biased)
             output = FusedLinear(f"{linear}.mamba_out", (f"{module}.out_proj",), (hidden,), width, biased)
             bias = f"{module}.conv1d.bias" if settings.convolution_biased else None
             recurrent = _recurrent(settings, module, width, bias=bias, skip=f"{module}.D")
-            return _Mixer(inputs, output, states=recurrent)
+            return {"qkv": inputs, "output": output, "states": recurrent}
     return _attention(config, index)
 
 
-def _attention(config: DecoderConfig, index: int) -> _Mixer:
+def _attention(config: DecoderConfig, index: int) -> dict[str, Any]:
     linear, traits, hidden = f"layers.{index}", config.traits, config.hidden_size
     attention, settings = f"model.layers.{index}.self_attn", config.attention[index]
     query_width, kv_width = config.heads * settings.shape.head_dim, settings.kv_width
@@ -114,13 +104,13 @@ def _attention(config: DecoderConfig, index: int) -> _Mixer:
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     # A value head serves all query heads of its group; normed values are proportional to nothing.
     producer = Producer(inputs.shape[0] - kv_width, (config.heads // settings.shape.kv_heads, settings.shape.head_dim))
-    return _Mixer(
-        inputs,
-        output,
-        producer if parts == 3 and not traits.value_norm else None,
-        query_norm=_head_norm(config, index, query_norm, query_width),
-        key_norm=None if parts == 1 else _head_norm(config, index, key_norm, kv_width),
-    )
+    return {
+        "qkv": inputs,
+        "output": output,
+        "producer": producer if parts == 3 and not traits.value_norm else None,
+        "query_norm": _head_norm(config, index, query_norm, query_width),
+        "key_norm": None if parts == 1 else _head_norm(config, index, key_norm, kv_width),
+    }
 
 
 def _recurrent(settings: RecurrentConfig, module: str, norm_width: int, **others: Any) -> StateWeights:

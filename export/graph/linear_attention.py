@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
-from ..architectures.state_layers import DeltaNetConfig, Mamba2Config
+from ..architectures.state_layers import RecurrentConfig
 from ..checkpoint.layer_weights import Layer, StateWeights
 from .inputs_outputs import (
     advanced_recurrent,
@@ -37,9 +37,9 @@ _NORM_EPSILON: Final = 1e-6
 def append_states(nodes: Nodes, index: int, layer: Layer, states: StateWeights, normed: str) -> str:
     """Append what layer `index` has in place of attention, without its output projection; returns the result's name."""
     match states.config:
-        case DeltaNetConfig() as config:
+        case RecurrentConfig(delta_rule=True) as config:
             return append_delta_net(nodes, index, layer, states, config, normed)
-        case Mamba2Config() as config:
+        case RecurrentConfig() as config:
             return append_mamba(nodes, index, layer, states, config, normed)
     return append_convolution(nodes, index, layer, states, normed)
 
@@ -135,7 +135,7 @@ def _shifted(nodes: Nodes, inputs: str, gated: str, tap: int, kernel: int) -> st
 
 
 def append_delta_net(
-    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: DeltaNetConfig, normed: str
+    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: RecurrentConfig, normed: str
 ) -> str:
     """Append the delta net of layer `index` without its output projection; returns the name of [1, M, values]."""
     name, projected = f"layers.{index}.delta", nodes.linear(layer.qkv, normed)
@@ -166,7 +166,7 @@ def append_delta_net(
 
 
 def _split_by_key_head(
-    nodes: Nodes, name: str, config: DeltaNetConfig, value: str, widths: dict[str, int]
+    nodes: Nodes, name: str, config: RecurrentConfig, value: str, widths: dict[str, int]
 ) -> list[str]:
     """Split [1, M, key heads * all widths] into parts [1, M, key heads * width]; `widths` has their names."""
     kind, total = "".join(widths), sum(widths.values())
@@ -177,7 +177,7 @@ def _split_by_key_head(
     return [nodes.together(f"{name}.{part}.heads", f"{name}.{part}") for part in widths]
 
 
-def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query_key: str) -> tuple[str, str]:
+def _append_query_and_key(nodes: Nodes, name: str, config: RecurrentConfig, query_key: str) -> tuple[str, str]:
     """Append queries and keys of length 1, repeated for every value head, [1, M, value heads * key channels] each."""
     apart = nodes.integers("delta.apart", 0, 0, 2 * config.key_heads, config.key_dim)
     heads = nodes.add("Reshape", [query_key, apart], f"{name}.qk.heads")
@@ -195,7 +195,7 @@ def _append_query_and_key(nodes: Nodes, name: str, config: DeltaNetConfig, query
 
 
 def _append_gates(
-    nodes: Nodes, name: str, layer: Layer, states: StateWeights, config: DeltaNetConfig, normed: str
+    nodes: Nodes, name: str, layer: Layer, states: StateWeights, config: RecurrentConfig, normed: str
 ) -> tuple[str, str]:
     """Append the decay's logarithm, -exp(A) softplus(a + bias), and beta = sigmoid(b), [1, M, value heads] each."""
     assert layer.gates is not None  # noqa: S101  every delta net has them
@@ -213,7 +213,7 @@ def _append_gates(
 
 
 def append_mamba(
-    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: Mamba2Config, normed: str
+    nodes: Nodes, index: int, layer: Layer, states: StateWeights, config: RecurrentConfig, normed: str
 ) -> str:
     """Append the state space of layer `index` without its output projection; returns the name of [1, M, channels]."""
     name = f"layers.{index}.mamba"
