@@ -11,12 +11,12 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (14_903, 122, 262),
-    "export": (15_809, 136, 180),
-    "runtime": (24_026, 213, 374),
+    "export": (15_765, 135, 177),
+    "runtime": (24_038, 213, 374),
     "models": (3_314, 30, 40),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 4_214, "runtime.engine": 25_139, "edge.cli.run": 26_286}
+CLOSURES = {"runtime.decode": 4_214, "runtime.engine": 25_151, "edge.cli.run": 26_298}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
