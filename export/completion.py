@@ -16,7 +16,7 @@ from ..models.manifest import Calibration, GraphLayout, Manifest
 from ..models.progress import Progress
 from ..models.user_folders import cache_folder
 from ..runtime.devices.providers import choose_device
-from ..runtime.graph.quantized_cache import rotated_pairs
+from ..runtime.graph.quantized_cache import key_rotations
 from ..runtime.graph.session import GraphSession, SessionConfig
 from ..runtime.measure.bundle_timing import BundleTimer
 from ..runtime.measure.cache_calibration import calibrated_scales
@@ -259,7 +259,7 @@ def store_cache_scales(folder: Path, text: CalibrationText) -> str:
     session = GraphSession(bundle.graph, config)
     bound = session.bind(session.arena(context))
     texts = list(_first(text.calibration, _CALIBRATION_TOKENS, context))
-    scales = calibrated_scales(bound, rotated_pairs(bundle.graph), texts)
+    scales = calibrated_scales(bound, key_rotations(bundle.graph), texts)
     (folder / CACHE_SCALES_NAME).write_text(json.dumps(scales.to_json()) + "\n", encoding="utf-8")
     change_manifest(folder, [CACHE_SCALES_NAME])
     quantized = GraphSession(bundle.graph, replace(config, kv_scales=scales))

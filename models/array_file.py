@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from .regular_file import UnsuitableFileError, open_regular
+from .regular_file import open_regular
 
 _LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4}
 """Size of the field with the header's length, by version of the format."""
@@ -60,7 +60,7 @@ def read_arrays(path: Path, max_bytes: int) -> dict[str, npt.NDArray[Any]]:
                 members = archive.infolist()
                 total = sum(member.file_size for member in members)
                 if total > max_bytes:
-                    raise UnsuitableFileError(
+                    raise OSError(
                         errno.EFBIG, f"its contents have {total} bytes, and at most {max_bytes} are possible", str(path)
                     )
                 for member in members:

@@ -76,12 +76,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} does not exist", "give a .gguf file or the folder of a checkpoint") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", AGAIN) from error
-    except _DamagedError as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}", AGAIN) from error
-
-
-class _DamagedError(Exception):
-    """The header contradicts itself or the size of the file."""
 
 
 class _HeaderParser:
@@ -110,12 +106,12 @@ class _HeaderParser:
         for _ in range(key_count):
             key = self._string(_MAX_NAME_BYTES, "a key")
             if key in metadata:
-                raise _DamagedError(f"the key {shown(key)} occurs twice")
+                raise ValueError(f"the key {shown(key)} occurs twice")
             metadata[key] = self._value(key)
         entries = [self._entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
-            raise _DamagedError(f"general.alignment is {shown(alignment)}")
+            raise ValueError(f"general.alignment is {shown(alignment)}")
         return GgufHeader(self._path, metadata, self._stored_tensors(entries, alignment))
 
     def _value(self, key: str) -> Value:
@@ -131,11 +127,11 @@ class _HeaderParser:
 
     def _numbers(self, value_type: int, count: int, key: str) -> list[Scalar]:
         if value_type not in _NUMBERS:
-            raise _DamagedError(f"{shown(key)} has the unknown value type {value_type}")
+            raise ValueError(f"{shown(key)} has the unknown value type {value_type}")
         dtype = np.dtype(_NUMBERS[value_type])
         raw = self._bytes(count * dtype.itemsize)
         if value_type == _BOOLEAN and raw.strip(b"\0\1"):
-            raise _DamagedError(f"{shown(key)} holds a boolean other than 0 and 1")
+            raise ValueError(f"{shown(key)} holds a boolean other than 0 and 1")
         values: list[Scalar] = np.frombuffer(raw, dtype).tolist()
         return values
 
@@ -144,10 +140,10 @@ class _HeaderParser:
         name = self._string(_MAX_NAME_BYTES, "the name of a tensor")
         dimensions = self._integer("<I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise _DamagedError(f"{shown(name)} has {dimensions} dimensions")
+            raise ValueError(f"{shown(name)} has {dimensions} dimensions")
         shape = tuple(self._integer("<Q") for _ in range(dimensions))[::-1]
         if 0 in shape:
-            raise _DamagedError(f"{shown(name)} has the shape {list(shape)}")
+            raise ValueError(f"{shown(name)} has the shape {list(shape)}")
         return name, shape, self._integer("<I"), self._integer("<Q")
 
     def _stored_tensors(
@@ -157,29 +153,29 @@ class _HeaderParser:
         tensors: dict[str, StoredTensor] = {}
         for name, shape, tensor_type, offset in entries:
             if name in tensors:
-                raise _DamagedError(f"the tensor {shown(name)} occurs twice")
+                raise ValueError(f"the tensor {shown(name)} occurs twice")
             if offset % alignment:
-                raise _DamagedError(f"{shown(name)} has offset {offset}, which is not a multiple of {alignment}")
+                raise ValueError(f"{shown(name)} has offset {offset}, which is not a multiple of {alignment}")
             available = self._size - start - offset
             # Every type takes at least one bit per weight.
             if available <= 0 or math.prod(shape) > 8 * available:
-                raise _DamagedError(f"{shown(name)} extends beyond the end of the file")
+                raise ValueError(f"{shown(name)} extends beyond the end of the file")
             tensors[name] = StoredTensor(self._path, shape, tensor_type, start + offset, available)
         return tensors
 
     def _string(self, limit: int, what: str) -> str:
         length = self._integer("<Q")
         if length > limit:
-            raise _DamagedError(f"{shown(what)} has {length} bytes")
+            raise ValueError(f"{shown(what)} has {length} bytes")
         try:
             return self._bytes(length).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _DamagedError(f"{shown(what)} is not UTF-8") from error
+            raise ValueError(f"{shown(what)} is not UTF-8") from error
 
     def _count(self, limit: int, what: str) -> int:
         count = self._integer("<Q")
         if count > limit:
-            raise _DamagedError(f"the count of {shown(what)} is {count}")
+            raise ValueError(f"the count of {shown(what)} is {count}")
         return count
 
     def _integer(self, layout: str) -> int:
@@ -189,7 +185,7 @@ class _HeaderParser:
     def _bytes(self, count: int) -> bytes:
         ends_inside = self._file.tell() + count <= min(self._size, _MAX_HEADER_BYTES)
         if not ends_inside or len(raw := self._file.read(count)) != count:
-            raise _DamagedError("the header is cut off")
+            raise ValueError("the header is cut off")
         return raw
 
 

@@ -65,10 +65,6 @@ class Method(StrEnum):
     """Codes are chosen column by column, each compensating the errors of the columns before it."""
 
 
-_FORMER_METHODS: Final = ("hqq",)
-"""Names of methods in the manifests of earlier versions."""
-
-
 @dataclass(frozen=True)
 class WeightFormat:
     """Storage format of a linear: float32, or 2, 4 or 8 bits in blocks along the input dimension."""
@@ -196,37 +192,17 @@ class Manifest:
         """
         try:
             data = parse_json_object(text)
-            version = typed_record(_Version, data)
-            if version.format > BUNDLE_FORMAT or version.contract > GRAPH_CONTRACT:
-                raise BundleError(
-                    f"{where} has format {shown(version.format)}, contract {shown(version.contract)}; this edge-run "
-                    f"reads format {BUNDLE_FORMAT}, contract {GRAPH_CONTRACT}",
-                    "upgrade edge-run",
-                )
-            _replace_former(data)
+            known = {"format": BUNDLE_FORMAT, "contract": GRAPH_CONTRACT}
+            if newer := [name for name, version in known.items() if is_whole(data.get(name), version + 1)]:
+                what = f"{where} has {newer[0]} {shown(data[newer[0]])}; this edge-run reads {known[newer[0]]}"
+                raise BundleError(what, "upgrade edge-run")
+            if isinstance(variants := data.get("variants"), list):
+                data["variants"] = [each for each in variants if not isinstance(each, dict) or _is_known(each)]
             manifest = typed_record(cls, data)
             _check(manifest)
         except ValueError as error:
             raise BundleError(f"{where} cannot be read: it {error}", "export the model again") from error
         return manifest
-
-
-@dataclass(frozen=True)
-class _Version:
-    format: Count
-    contract: Count
-
-
-def _replace_former(data: dict[str, Any]) -> None:
-    """Replace what earlier versions wrote, and remove variants that this program does not know."""
-    calibration, weights, variants = (data.get(name) for name in ("calibration", "weights", "variants"))
-    if isinstance(calibration, dict) and "folded" in calibration:
-        calibration.setdefault("awq", calibration["folded"])
-    for weight_format in weights.values() if isinstance(weights, dict) else ():
-        if isinstance(weight_format, dict) and weight_format.get("method") in _FORMER_METHODS:
-            del weight_format["method"]
-    if isinstance(variants, list):
-        data["variants"] = [each for each in variants if not isinstance(each, dict) or _is_known(each)]
 
 
 def _is_known(variant: dict[str, Any]) -> bool:

@@ -29,10 +29,6 @@ _KINDS: Final = {"d": "a folder", "p": "a pipe", "s": "a socket", "c": "a device
 """Kinds of files by the first character of `stat.filemode`."""
 
 
-class UnsuitableFileError(OSError):
-    """A path is not a regular file, or the file is larger than any file of its kind."""
-
-
 @contextmanager
 def os_errors_as(error_type: type[EdgeError], what: str, hint: str) -> Iterator[None]:
     """Convert an `OSError` of the block to another error; `what` says what failed, such as "FILE cannot be read"."""
@@ -50,8 +46,7 @@ def open_regular(path: Path, max_bytes: int | None = None) -> BufferedReader:
         max_bytes: largest size that is accepted; None for any.
 
     Raises:
-        UnsuitableFileError: the path is not a regular file, or the file is larger; `strerror` says which.
-        OSError: the file does not exist or cannot be opened.
+        OSError: the file does not exist, cannot be opened, is something else or larger; `strerror` says which.
     """
     # Opening a device can have effects, so it is looked at first; between the two it may have been replaced.
     _check(os.stat(path), path, max_bytes)
@@ -70,8 +65,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """Read a whole regular file of at most `max_bytes` bytes.
 
     Raises:
-        UnsuitableFileError: the path is not a regular file, or the file is larger; `strerror` says which.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, is something else or larger; `strerror` says which.
     """
     with open_regular(path, max_bytes) as file:
         data = file.read(max_bytes + 1)
@@ -87,15 +81,14 @@ def read_regular_or_substitution(path: Path, max_bytes: int) -> bytes:
     that writes to it. Named pipes stay refused, because nobody may ever write to them.
 
     Raises:
-        UnsuitableFileError: as for `read_regular`.
-        OSError: the file or the pipe cannot be read.
+        OSError: as for `read_regular`, or the pipe cannot be read.
     """
     if str(path.parent) not in _OPEN_FILES or not path.name.isdecimal() or not stat.S_ISFIFO(os.stat(path).st_mode):
         return read_regular(path, max_bytes)
     with os.fdopen(os.dup(int(path.name)), "rb") as pipe:
         data = pipe.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise UnsuitableFileError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
     return data
 
 
@@ -103,26 +96,23 @@ def require_replaceable(path: Path) -> None:
     """Check that a path is free or a regular file, before a new file is moved there.
 
     Raises:
-        UnsuitableFileError: it is a folder, a device or something else, or no path of a file.
-        OSError: it cannot be looked at.
+        OSError: it is a folder, a device or something else, or no path of a file, or it cannot be looked at.
     """
     try:
         _check(os.stat(path), path, None)
     except (FileNotFoundError, NotADirectoryError):
         return
     except ValueError as error:  # it has a null byte
-        raise UnsuitableFileError(errno.EINVAL, str(error), str(path)) from error
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def _check(status: os.stat_result, path: Path, max_bytes: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.filemode(status.st_mode)[0], "something else")
-        raise UnsuitableFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     if max_bytes is not None and status.st_size > max_bytes:
         raise _too_large(status.st_size, path, max_bytes)
 
 
-def _too_large(size: int, path: Path, max_bytes: int) -> UnsuitableFileError:
-    return UnsuitableFileError(
-        errno.EFBIG, f"it has {size} bytes, and files of its kind at most {max_bytes}", str(path)
-    )
+def _too_large(size: int, path: Path, max_bytes: int) -> OSError:
+    return OSError(errno.EFBIG, f"it has {size} bytes, and files of its kind at most {max_bytes}", str(path))

@@ -79,7 +79,7 @@ class Engine:
         self.compute_threads: Final = model.compute_threads
         """Number of threads that compute; None on other devices than the CPU."""
         self.power: Final = model.power
-        self.assignments: Final = model.assignments
+        self.on_cpu: Final = model.on_cpu
         """Which provider runs the nodes of the graph."""
         self.drafters: Final = model.drafters
         self.prefill_choice: Final = model.prefill_choice

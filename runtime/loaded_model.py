@@ -93,7 +93,7 @@ class LoadedModel:
         self.context: Final = context_limit(bundle, graph.graph_io.capacity, options.context)
         """Largest number of tokens of prompt and answer together."""
         self.device: Final = config.device
-        self.assignments: Final = graph.assignments
+        self.on_cpu: Final = graph.on_cpu
         """Which provider runs the nodes of the graph."""
         self.threads: Final = config.threads
         """Number of compute threads; 0 for `default_threads`."""

@@ -16,7 +16,7 @@ from ...runtime.devices.hardware import seen_hardware, unused_hardware
 from ...runtime.devices.packages import package_of, registered_plugins
 from ...runtime.devices.processor import Power, choose_power, default_threads, saver_threads, usable_cores
 from ...runtime.devices.providers import CPU_PROVIDER, Device, available_devices, cpu_device, unusable_providers
-from ...runtime.graph.device_loading import Assignments
+from ...runtime.graph.device_loading import on_cpu_text
 from ...runtime.graph.ort import RUNTIME_VERSION
 from ...runtime.graph.session import SessionConfig
 from ...runtime.measure.device_choice import FASTEST_DEVICES, FastestDevice, fastest_device_key, measured_device
@@ -161,5 +161,5 @@ def _check_parts(check: DeviceCheck) -> list[str]:
     if not check.tree_correct:
         parts.append("token trees cannot be used there, so drafts are chains")
     if check.on_cpu:
-        parts.append(f"on the CPU: {Assignments(on_cpu=check.on_cpu).on_cpu_text()}")
+        parts.append(f"on the CPU: {on_cpu_text(check.on_cpu)}")
     return parts

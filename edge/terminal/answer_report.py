@@ -12,6 +12,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from ...runtime.engine import Engine
+from ...runtime.graph.device_loading import on_cpu_text
 from ...runtime.graph.graph_io import GraphIO, LogitsMode
 from ...runtime.result import BestOf, Chunk, Reply, Stats
 from ...runtime.speculation.choice import SOURCE_NAMES, Speculation
@@ -64,8 +65,8 @@ def stats_line(stats: Stats, engine: Engine, load_s: float | None = None) -> str
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}{saving}")
     else:
         parts.append(f"on {engine.device}{' (simulated)' if engine.device.simulated else ''}")
-    if on_cpu := engine.assignments.on_cpu_text():
-        parts.append(f"on the CPU: {on_cpu}")
+    if engine.on_cpu:
+        parts.append(f"on the CPU: {on_cpu_text(engine.on_cpu)}")
     if load_s is not None:
         parts.append(f"loaded in {_ms(load_s)}")
     return ", ".join(parts)
@@ -108,7 +109,7 @@ def reply_json(
         },
         "model": str(engine.bundle.folder),
         "device": str(engine.device),
-        "on_cpu": dict(engine.assignments.on_cpu),
+        "on_cpu": dict(engine.on_cpu),
         "threads": engine.compute_threads,
         "power": engine.power.value,
     }

@@ -29,7 +29,7 @@ from ...models.manifest import WeightFormat
 from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder
 from ...runtime.measure.bundle_timing import BundleTimer, PassNodeTimes
-from ...runtime.measure.measurement_store import MeasurementKey, MeasurementStore
+from ...runtime.measure.measurement_store import MeasurementStore
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears
@@ -142,7 +142,7 @@ def load_or_measure(
     store = MeasurementStore(
         "linear-times", _FORMAT_VERSION, partial(LinearTimes.from_json, config=config), LinearTimes.to_json
     )
-    key = MeasurementKey((replace(config, tied_head=True), timed, timer.conditions), {})
+    key = replace(config, tied_head=True), timed, timer.conditions
     times = store.load(key)
     if times is None:
         rounds = max(1, min(_ROUNDS, weight_count(config) // _WEIGHTS_PER_ROUND))

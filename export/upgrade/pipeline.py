@@ -15,7 +15,7 @@ from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest, Method
 from ...models.progress import Progress, counted, silent
 from ...runtime.graph.cache_io import states_by_key
 from ...runtime.graph.graph_io import GraphValue
-from ...runtime.graph.introspection import sizes_in_config
+from ...runtime.graph.introspection import sizes_in_config, usual_names
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.open import require_config_files, require_tokenizer
@@ -250,7 +250,8 @@ def _require_upgradable(graph: EditableGraph, source: Bundle) -> None:
         )
     if all(info.name in graph.inputs for info in inputs_outputs.pass_inputs()):
         raise unsupported("the model follows edge-run's graph contract already")
-    states = states_by_key([GraphValue(name, "", ()) for name in graph.inputs], decoder_inputs(source), "past")
+    inputs = [GraphValue(name, "", ()) for name in graph.inputs]
+    states = states_by_key(inputs, usual_names(source.genai, len(inputs)))
     if states:
         name = next(iter(states.values())).name
         raise BundleError(

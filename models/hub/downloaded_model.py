@@ -6,19 +6,18 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 from ...errors import BundleError, InputError
 from ..bundle import verify_file
-from ..json_file import is_whole, read_json_object
+from ..json_file import read_json_object, record_from_json
 from ..manifest import FileDigest
 
 RECORD_NAME: Final = "hub.json"
 CHECKPOINT: Final = "."
 """The `source` of a whole checkpoint, in place of a file."""
-_FORMAT: Final = 1
 _PART: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_-])?"
 _ID: Final = re.compile(rf"(?P<repo>{_PART}/{_PART})(?::(?P<variant>[^@]*))?(?:@(?P<revision>.*))?")
 _LOOSE: Final = re.compile(r"[\w.-]+/[\w.-]+(?:[:@].*)?")
@@ -31,7 +30,6 @@ _HINT: Final = "write org/name, org/name:variant or org/name:variant@revision"
 class DownloadedModel:
     """A model folder that was downloaded from the hub."""
 
-    folder: Path
     repo: str
     commit: str
     variant: str
@@ -40,6 +38,11 @@ class DownloadedModel:
     """The file of the repository that the folder is for: a graph or a GGUF file; or `CHECKPOINT`."""
     files: Mapping[str, FileDigest]
     """Digest by path relative to the folder."""
+    folder: Path = field(default=Path())
+
+    def __post_init__(self) -> None:
+        if not all(map(is_safe_path, self.files)):
+            raise ValueError("names a file outside its folder")
 
     @property
     def path(self) -> Path:
@@ -68,14 +71,7 @@ class DownloadedModel:
 
     def record(self) -> dict[str, Any]:
         """What the folder's record says of it, as JSON values."""
-        return {
-            "format": _FORMAT,
-            "id": self.repo,
-            "commit": self.commit,
-            "variant": self.variant,
-            "source": self.source,
-            "files": {name: vars(digest) for name, digest in self.files.items()},
-        }
+        return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def verify(self) -> None:
         """Check that the files are unchanged, and record the time of use; large files are hashed once.
@@ -94,21 +90,11 @@ class DownloadedModel:
 
 def read_downloaded(folder: Path) -> DownloadedModel | None:
     """Read a model folder's record; None if it is missing or damaged."""
-    path = folder / RECORD_NAME
-    if not path.is_file():
-        return None
-    try:
-        data: dict[str, Any] = read_json_object(path, BundleError, "")
-        files = {name: FileDigest(each["bytes"], each["sha256"]) for name, each in data["files"].items()}
-        repo, commit, variant, source = (data[name] for name in ("id", "commit", "variant", "source"))
-    except (BundleError, LookupError, TypeError, AttributeError):
-        return None
-    if not all(isinstance(text, str) for text in (repo, commit, variant, source)) or not all(
-        is_safe_path(name) and is_whole(digest.bytes, 0) and isinstance(digest.sha256, str)
-        for name, digest in files.items()
-    ):
-        return None
-    return DownloadedModel(folder, repo, commit, variant, source, files)
+    with suppress(BundleError, ValueError, LookupError):
+        return replace(
+            record_from_json(DownloadedModel, read_json_object(folder / RECORD_NAME, BundleError, "")), folder=folder
+        )
+    return None
 
 
 def is_safe_path(path: str) -> bool:

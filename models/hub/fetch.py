@@ -25,7 +25,7 @@ from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of
 from . import client as hub_client
 from .downloaded_model import CHECKPOINT, DownloadedModel, HubId, is_safe_path
 from .downloads import DownloadProgress, PartialDownloads, locked_for_download
-from .local_store import Listing, RepoFile, Store, library_folder, listing_of
+from .local_store import Listing, Store, library_folder, listing_of
 
 _TEXT_FILES: Final = (
     *TOKENIZER_AND_CONFIG_FILES,
@@ -143,10 +143,9 @@ def _library_listing(id_: HubId) -> Listing | None:
         files = []
         for path in filter(Path.is_file, snapshot.rglob("*")):
             # The name of a blob is the SHA-256 of a large file, or the git object id of a small one.
-            name, blob = path.relative_to(snapshot).as_posix(), path.resolve().name
-            is_git = re.fullmatch("[0-9a-f]{40}", blob) is not None
-            is_sha = re.fullmatch("[0-9a-f]{64}", blob) is not None
-            files.append(RepoFile(name, path.stat().st_size, blob if is_sha else None, blob if is_git else None))
+            blob, digits = path.resolve().name, {"git_oid": 40, "sha256": 64}
+            digests = {name: blob if re.fullmatch(f"[0-9a-f]{{{n}}}", blob) else None for name, n in digits.items()}
+            files.append({"path": path.relative_to(snapshot).as_posix(), "bytes": path.stat().st_size, **digests})
     except (OSError, ValueError):
         return None
     return listing_of(id_.repo, commit, files) if files else None

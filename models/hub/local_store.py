@@ -7,7 +7,7 @@
         <commit>/<graph>/     a model folder: one graph, its weights, tokenizer and configuration, and hub.json
 
 Long names are shortened (`short_name`), because a path on Windows has at most 259 characters. A repository's folder
-with a shortened name holds the id in a file. What older versions stored under whole names is used as it is.
+with a shortened name holds the id in a file.
 
 A model folder holds plain files. In the hub library's cache a model is a folder of links to blobs, which may be links
 to a store of all models. ONNX Runtime 1.24.1 refuses weights behind such links, later releases accept them only if
@@ -24,17 +24,17 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from ...errors import BundleError, HubError
 from ..atomic import folder_written_atomically, write_atomically
 from ..bundle import mark_verified
 from ..file_system import locked, move, remove
-from ..json_file import is_whole, read_json_object
+from ..json_file import WholeNumber, read_json_object, record_from_json
 from ..manifest import FileDigest
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from .downloaded_model import CHECKPOINT, RECORD_NAME, DownloadedModel, is_safe_path, read_downloaded
@@ -43,7 +43,6 @@ MAIN: Final = "main"
 _LISTING_NAME: Final = "files.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_FORMAT: Final = 1
 _LOCK_NAME: Final = "lock"
 _ID_NAME: Final = "id"
 """File with the id of the repository, where the folder's name is a shortened one."""
@@ -64,11 +63,16 @@ class RepoFile:
 
     path: str
     """POSIX path relative to the repository's root."""
-    bytes: int
+    bytes: WholeNumber
     sha256: str | None
     """SHA-256 of the content (hexadecimal); None for small files, which the hub stores in git."""
     git_oid: str | None
     """Git object id of the file, or for a large file of the pointer to it."""
+
+    def __post_init__(self) -> None:
+        digests = filter(None, (self.sha256, self.git_oid))
+        if not is_safe_path(self.path) or not all(map(_DIGEST.fullmatch, digests)):
+            raise ValueError("has an unsafe path, or a digest that is none")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Store:
 
     def __init__(self, repo: str) -> None:
         self.repo: Final = repo
-        self.folder: Final = _kept(models_root(), repo.replace("/", "--"), _REPO_CHARS)
+        self.folder: Final = models_root() / short_name(repo.replace("/", "--"), _REPO_CHARS)
 
     @contextmanager
     def locked(self, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -136,25 +140,14 @@ class Store:
 
     def listing(self, commit: str) -> Listing | None:
         """Return the stored list of the repository's files at a commit; None if there is none."""
-        path = self._commit_folder(commit) / _LISTING_NAME
-        if not path.is_file():
-            return None
-        try:
-            data = read_json_object(path, BundleError, "")
-            files = [RepoFile(name, each["bytes"], each["sha256"], each["git"]) for name, each in data["files"].items()]
-            return replace(listing_of(self.repo, commit, files), decoders=dict(data["decoders"]))
-        except (BundleError, LookupError, TypeError, ValueError, AttributeError):
-            return None  # it can be requested again
+        with suppress(BundleError, ValueError):  # it can be requested again
+            return record_from_json(Listing, read_json_object(self._listing_file(commit), BundleError, ""))
+        return None
 
     def save_listing(self, listing: Listing, revision: str | None) -> None:
         """Store a listing, and that `revision` refers to its commit."""
-        files = {
-            file.path: {"bytes": file.bytes, "sha256": file.sha256, "git": file.git_oid}
-            for file in listing.files.values()
-        }
-        data = {"format": _FORMAT, "id": self.repo, "decoders": dict(listing.decoders), "files": files}
         self._record_id()
-        write_atomically(self._commit_folder(listing.commit) / _LISTING_NAME, json.dumps(data, indent=1).encode())
+        write_atomically(self._listing_file(listing.commit), json.dumps(asdict(listing), indent=1).encode())
         if revision != listing.commit:
             write_atomically(self._ref(revision), listing.commit.encode())
 
@@ -181,7 +174,7 @@ class Store:
         """
         folder = self._model_folder(commit, source)
         digests = {name: digest for name, (_, digest) in files.items()}
-        model = DownloadedModel(folder, self.repo, commit, variant, source, digests)
+        model = DownloadedModel(self.repo, commit, variant, source, digests, folder)
         with folder_written_atomically(folder, lambda _: True) as staging:
             paths = [path for path, _ in files.values()]
             for name, (path, _) in files.items():
@@ -255,15 +248,14 @@ class Store:
         return sum(path.lstat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
     def _ref(self, revision: str | None) -> Path:
-        return _kept(self.folder / "refs", quote(revision or MAIN, safe=""), _REF_CHARS)
+        return self.folder / "refs" / short_name(quote(revision or MAIN, safe=""), _REF_CHARS)
 
-    def _commit_folder(self, commit: str) -> Path:
-        whole = self.folder / commit
-        return whole if whole.is_dir() else self.folder / commit[:_COMMIT_CHARS]
+    def _listing_file(self, commit: str) -> Path:
+        return self.folder / commit[:_COMMIT_CHARS] / _LISTING_NAME
 
     def _model_folder(self, commit: str, source: str) -> Path:
         name = "checkpoint" if source == CHECKPOINT else str(PurePosixPath(source).with_suffix("")).replace("/", "--")
-        return _kept(self._commit_folder(commit), name, _MODEL_CHARS)
+        return self.folder / commit[:_COMMIT_CHARS] / short_name(name, _MODEL_CHARS)
 
     def _record_id(self) -> None:
         """Write the repository's id where the folder's name does not tell it."""
@@ -287,15 +279,6 @@ def short_name(name: str, max_chars: int) -> str:
     return f"{name[: max_chars - _HASH_CHARS - 1]}{_SHORTENED}{digest}"
 
 
-def _kept(folder: Path, name: str, max_chars: int) -> Path:
-    """Path of a shortened name in a folder; of the whole name if an older version stored something under it."""
-    whole = folder / name
-    try:
-        return whole if whole.exists() else folder / short_name(name, max_chars)
-    except OSError:  # longer than the system allows
-        return folder / short_name(name, max_chars)
-
-
 def _repo_of(folder: Path) -> str | None:
     """Id of the repository whose files a folder holds; None for another folder."""
     if _SHORTENED not in folder.name:
@@ -307,17 +290,10 @@ def _repo_of(folder: Path) -> str | None:
     return repo if short_name(repo.replace("/", "--"), _REPO_CHARS) == folder.name else None
 
 
-def listing_of(repo: str, commit: str, files: Iterable[RepoFile]) -> Listing:
-    """Create a listing, without files that have unsafe paths, invalid sizes or invalid digests."""
-    return Listing(repo, commit, {file.path: file for file in files if _is_valid(file)})
-
-
-def _is_valid(file: RepoFile) -> bool:
-    """Whether the values of a file, which the hub or a stored listing gave, are what they should be."""
-    digests = [digest for digest in (file.sha256, file.git_oid) if digest is not None]
-    return (
-        isinstance(file.path, str)
-        and is_safe_path(file.path)
-        and is_whole(file.bytes, 0)
-        and all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests)
-    )
+def listing_of(repo: str, commit: str, files: Iterable[Mapping[str, Any]]) -> Listing:
+    """Create a listing of files with the fields of `RepoFile`, without those that have unsafe or invalid values."""
+    found = {}
+    for each in files:
+        with suppress(ValueError):
+            found[each["path"]] = record_from_json(RepoFile, each)
+    return Listing(repo, commit, found)

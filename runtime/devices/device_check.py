@@ -25,7 +25,6 @@ from ...version import __version__
 from ..gpu_graph.expanded_codes import compute_in_float
 from ..graph.bound_graph import BoundGraph
 from ..graph.device_loading import device_failure
-from ..graph.graph_io import element_type
 from ..graph.model_metadata import metadata_of
 from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..measure.measurement_store import MeasurementKey, MeasurementStore, model_key
@@ -137,7 +136,7 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
     expected_plain, expected_more, *expected_trees, expected_wide = _run(
         _reference(bundle, config), limit, trees=3 if tree else 0
     )
-    dtypes = {tensor.tensor_type.dtype for tensor in graph.graph_io.cache} | {element_type(graph.graph_io.logits)}
+    dtypes = {tensor.tensor_type.dtype for tensor in graph.graph_io.cache} | {graph.graph_io.logits.dtype}
     is_half = np.dtype(np.float16) in dtypes or config.device.kind is DeviceKind.NPU
     tolerance = _HALF_TOLERANCE if is_half else _FLOAT_TOLERANCE
     plain = max(_distance(plain_passes, expected_plain), _distance(one_more, expected_more))
@@ -157,7 +156,7 @@ def compare_with_cpu(graph: DecoderGraph, bundle: Bundle, config: SessionConfig)
         plain_correct=plain <= tolerance,
         tree_correct=nearer and (distance is None or distance <= tolerance),
         wide_correct=_distance(wide_pass, expected_wide) <= tolerance,
-        on_cpu=graph.assignments.on_cpu,
+        on_cpu=graph.on_cpu,
     )
 
 

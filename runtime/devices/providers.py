@@ -10,12 +10,13 @@ import importlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
@@ -53,6 +54,8 @@ DISPLAY_ADAPTERS: Final = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e32
 """Key of Windows's registry with the display adapters, one numbered key each."""
 COMPUTE_ACCELERATORS: Final = r"SYSTEM\CurrentControlSet\Control\Class\{f01a9d53-3ff6-48d2-9f97-c8a7004be10c}"
 """The same of NPUs."""
+DeviceMemory: TypeAlias = tuple[str, int]
+"""ONNX Runtime's name of a device's memory, such as `webgpu`, and the number of the device."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Device:
         return {"session.disable_cpu_ep_fallback": "1"} if self.kind is DeviceKind.NPU else {}
 
     @property
-    def memory(self) -> tuple[str, int] | None:
+    def memory(self) -> DeviceMemory | None:
         """Type and id of its memory for `OrtValue`s; None where the KV cache is NumPy's."""
         memory = _MEMORY.get(self.provider.removesuffix(SUFFIX))
         return None if memory is None else (memory, self.index)
@@ -304,3 +307,49 @@ def windows_adapters(key: str) -> list[dict[str, str]]:
                     names = ("DriverDesc", "MatchingDeviceId", "DriverVersion")
                     found.append({name: str(winreg.QueryValueEx(adapter, name)[0]) for name in names})
     return found
+
+
+class DeviceLock:
+    """A context in which the calling thread may use a device; one thread may enter it several times.
+
+    All WebGPU sessions of a process share one queue and one pool of buffers, which have no lock: two sessions that run
+    in two threads, or one that frees memory while the other runs, end the process. So whatever touches such a device
+    holds its lock: loading, binding (which copies to the device), running, and freeing. Sessions on other devices go on
+    meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Final = threading.RLock()
+        self._unused: Final[list[Any]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._unused.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def free(self, values: list[Any]) -> None:
+        """Empty a list of values of the device: they are freed now, or when the device is used next.
+
+        It never waits: the garbage collector calls it in any thread, whatever locks that thread holds.
+        """
+        self._unused.extend(values)
+        values.clear()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._unused.clear()
+            finally:
+                self._lock.release()
+
+
+_locks: Final[dict[DeviceMemory, DeviceLock]] = {}
+_registry: Final = threading.Lock()
+
+
+def device_lock(memory: DeviceMemory | None) -> DeviceLock:
+    """The lock of a device by its memory, None for the CPU's: one for all who use a WebGPU device, else a new one."""
+    if memory is None or memory[0] != "webgpu":
+        return DeviceLock()
+    with _registry:
+        return _locks.setdefault(memory, DeviceLock())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -181,6 +181,40 @@ def rotary_before(editor: GraphEditor, name: str) -> Message | None:
             return None
         name = producer.input[0]
     return None
+
+
+class Rotation(NamedTuple):
+    """How an attention's keys are rotated."""
+
+    tables: Sequence[str]
+    """Names of the values with the cosines and the sines."""
+    channels: int
+    """Number of channels that are rotated, from the first on; 0 for the whole head."""
+    interleaved: bool
+    """Whether the channels of a pair are neighbours; if not, the second half of the channels follows the first."""
+
+
+def rotation_of(editor: GraphEditor, attention: Message) -> Rotation | None:
+    """How the keys of an attention are rotated, inside of it or by the RotaryEmbedding before it; None if unknown."""
+    attributes = attribute_values(attention)
+    if attributes.get("do_rotary"):
+        tables = attention.input[_COSINES : _SINES + 1]
+        table = editor.initializers.get(tables[0])
+        return Rotation(tables, 2 * table.dims[-1] if table else 0, bool(attributes.get("rotary_interleaved")))
+    rotary = rotary_before(editor, attention.input[_KEY])
+    if rotary is None:
+        return None
+    attributes = attribute_values(rotary)
+    # ONNX's own operator has the tables before the positions.
+    tables = rotary.input[2:4] if rotary.domain else rotary.input[1:3]
+    return Rotation(tables, int(attributes.get("rotary_embedding_dim", 0)), bool(attributes.get("interleaved")))
+
+
+def rotated_halves(channels: int, *, interleaved: bool) -> tuple[slice, slice]:
+    """The channels of a head that are rotated together: the first ones of all pairs, and the second ones."""
+    if interleaved:
+        return slice(0, channels, 2), slice(1, channels, 2)
+    return slice(0, channels // 2), slice(channels // 2, channels)
 
 
 def rotate_outside(editor: GraphEditor) -> None:

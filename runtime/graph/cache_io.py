@@ -16,12 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from ...errors import BundleError
 from ..kv.buffers import CacheTensorType
 from ..kv.state_buffers import UPDATED_WIDTH, StatePart, StateType
-from .graph_io import CacheTensor, GraphValue, StateTensor, element_type
+from .graph_io import CacheTensor, GraphValue, StateTensor
 
 _WORD: Final = re.compile(r"[a-z]+|\d+")
 _FILLER_WORDS: Final = frozenset(
@@ -34,8 +34,6 @@ _STATE_NAME: Final = re.compile(
     r".*(conv|ssm|recurrent|rwkv|mamba).*|cache_params\b.*|(.*[._])?state[._]?\d*", re.IGNORECASE
 )
 """Names of inputs and outputs that hold states."""
-_NAMES_IN_GENAI: Final = r"{}_(conv|recurrent|ssm)_names"
-"""Keys of genai_config.json that name states."""
 _FILLERS: Final = frozenset(
     {"past", "present", "new", "updated", "next", "input", "output", "in", "out", "cache", "params", "layer", "layers"}
     | {"state", "states"}
@@ -90,23 +88,23 @@ def find_cache(
     inputs: Sequence[GraphValue],
     outputs: Sequence[GraphValue],
     where: str,
-    known_parts: Mapping[str, CachePart],
+    usual: Mapping[str, str],
     sizes: Mapping[int, int],
-) -> tuple[CacheTensor, ...]:
-    """Find the cache tensors of a graph: keys of all layers, then values.
+) -> tuple[tuple[CacheTensor, ...], int]:
+    """Find the cache tensors of a graph: keys of all layers, then values; and count the layers.
 
     Args:
         inputs: the graph's inputs.
         outputs: the graph's outputs.
         where: names the file in errors.
-        known_parts: parts of the cache by the names of inputs and outputs, where genai_config.json names them.
+        usual: usual names of inputs and outputs that have others; see `introspection.usual_names`.
         sizes: sizes of dimensions 1 and 3 of `[B, H, T, D]`, used where the graph leaves them open.
 
     Raises:
         BundleError: an input has no matching output, or its type or shape is not supported.
     """
-    pasts = _by_part(inputs, known_parts, where)
-    presents = _by_part(outputs, known_parts, where)
+    pasts = _by_part(inputs, usual, where)
+    presents = _by_part(outputs, usual, where)
     tensors = []
     for part, past in sorted(pasts.items(), key=itemgetter(0)):
         if part not in presents:
@@ -117,7 +115,7 @@ def find_cache(
         tensor_type = _tensor_type(past, present, where, sizes)
         window = _WINDOW.fullmatch(str(past.shape[tensor_type.axis]))
         tensors.append(CacheTensor(past.name, present.name, tensor_type, int(window[1]) if window else 0))
-    return tuple(tensors)
+    return tuple(tensors), len({layer for _, layer in pasts})
 
 
 def fixed_slots(
@@ -133,12 +131,10 @@ def fixed_slots(
     return past, is_open or present[axis] == past
 
 
-def _by_part(
-    values: Sequence[GraphValue], known_parts: Mapping[str, CachePart], where: str
-) -> dict[CachePart, GraphValue]:
+def _by_part(values: Sequence[GraphValue], usual: Mapping[str, str], where: str) -> dict[CachePart, GraphValue]:
     found: dict[CachePart, GraphValue] = {}
     for value in values:
-        part = known_parts.get(value.name) or cache_part(value.name)
+        part = cache_part(usual.get(value.name, value.name))
         if part is None:
             continue
         if part in found:
@@ -150,8 +146,8 @@ def _by_part(
 
 
 def _tensor_type(past: GraphValue, present: GraphValue, where: str, sizes: Mapping[int, int]) -> CacheTensorType:
-    dtype = element_type(past)
-    if dtype is None or dtype.kind not in "fiu" or dtype.itemsize > 4:
+    dtype = past.dtype
+    if dtype.kind not in "fiu" or dtype.itemsize > 4:
         raise unsupported(f"{where} has a cache of type {past.type} ({past.name}), which is not supported")
     rank = len(past.shape)
     if rank not in _SLOT_AXIS:
@@ -187,7 +183,7 @@ def shape_text(shape: Sequence[int | str | None]) -> str:
 
 
 def find_states(
-    inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, decoder: Mapping[str, Any]
+    inputs: Sequence[GraphValue], outputs: Sequence[GraphValue], where: str, usual: Mapping[str, str]
 ) -> tuple[tuple[StateTensor, ...], tuple[StateType, ...]]:
     """Find the states of a graph: by type, for each in the order of the layers, and their types, each with its layers.
 
@@ -195,13 +191,13 @@ def find_states(
         inputs: the graph's inputs.
         outputs: the graph's outputs.
         where: names the file in errors.
-        decoder: the `decoder` section of genai_config.json, which may name them.
+        usual: as for `find_cache`.
 
     Raises:
         BundleError: an input has no matching output, or its type or shape is not supported.
     """
-    pasts = states_by_key(inputs, decoder.get("inputs"), "past")
-    presents = states_by_key(outputs, decoder.get("outputs"), "present")
+    pasts = states_by_key(inputs, usual)
+    presents = states_by_key(outputs, usual)
     own = any(value.name == _SELECTED_LOGITS for value in inputs)
     names = {value.name for value in outputs}
     has_updates = own and any(_UPDATES in key for key in pasts)
@@ -238,29 +234,23 @@ def _updates_type(past: GraphValue, present: GraphValue, where: str) -> StateTyp
     return StateType(1, (0, width), of_every_token=True, part=StatePart.UPDATES, kept=UPDATED_WIDTH)
 
 
-def states_by_key(values: Sequence[GraphValue], section: object, side: str) -> dict[Key, GraphValue]:
-    """Find the inputs (`side` "past") or outputs ("present") that hold states by their names.
+def states_by_key(values: Sequence[GraphValue], usual: Mapping[str, str]) -> dict[Key, GraphValue]:
+    """Find the inputs or outputs that hold states by their names.
 
     Args:
         values: the graph's inputs, or its outputs.
-        section: the part of genai_config.json that may name them.
-        side: which of the two.
+        usual: as for `find_cache`.
 
     Returns:
-        Them, by what an input shares with its output.
+        Them, by what an input shares with its output: words, then numbers.
     """
-    keys = {value.name: _key(value.name) for value in values if _STATE_NAME.fullmatch(value.name)}
-    for name, pattern in section.items() if isinstance(section, Mapping) else ():
-        match = re.fullmatch(_NAMES_IN_GENAI.format(side), name)
-        if match is not None and isinstance(pattern, str) and pattern.count("%d") == 1:
-            keys |= {pattern.replace("%d", str(layer)): (match[1], str(layer)) for layer in range(len(values))}
-    return {keys[value.name]: value for value in values if value.name in keys}
-
-
-def _key(name: str) -> Key:
-    """What the names of a state's input and output share: words, then numbers."""
-    parts = [part for part in _WORD.findall(name.lower().replace("past_key_values", "")) if part not in _FILLERS]
-    return tuple(sorted(parts, key=str.isdigit))
+    found = {}
+    for value in values:
+        name = usual.get(value.name, value.name)
+        if _STATE_NAME.fullmatch(name):
+            parts = _WORD.findall(name.lower().replace("past_key_values", ""))
+            found[tuple(sorted((part for part in parts if part not in _FILLERS), key=str.isdigit))] = value
+    return found
 
 
 def _order(key: Key) -> tuple[list[str], list[int]]:
@@ -269,8 +259,8 @@ def _order(key: Key) -> tuple[list[str], list[int]]:
 
 def _state_type(past: GraphValue, present: GraphValue, where: str, *, own: bool) -> StateType:
     """The type of one state, of a graph that follows the graph contract (`own`) or of another tool's."""
-    dtype = element_type(past)
-    if dtype is None or dtype.kind != "f" or dtype.itemsize > 4 or present.type != past.type:
+    dtype = past.dtype
+    if dtype.kind != "f" or dtype.itemsize > 4 or present.type != past.type:
         types = past.type if present.type == past.type else f"{past.type} and {present.type}"
         raise unsupported(f"{where} has a state of type {types} ({past.name}), which is not supported")
     same_rank = len(present.shape) == len(past.shape)

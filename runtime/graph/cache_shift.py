@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
-from ...models.onnx_file.model_messages import attribute_values
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
-from .attention_edits import OPERATOR, rotary_before
+from .attention_edits import OPERATOR, rotated_halves, rotation_of
 from .bound_graph import BoundGraph
 from .graph_io import GraphIO
 
@@ -30,8 +29,8 @@ _CHECK_TOKENS: Final = 9
 _CHECK_TOLERANCE: Final = 0.01
 """Largest difference of a key from the one that it must equal, relative to the largest key. Activations in 8 bits
 change keys by less, wrong rotations by about as much as the keys."""
-_KEY, _PAST_KEY, _COSINES, _SINES = 1, 3, 7, 8
-"""Indices of the operator's inputs."""
+_PAST_KEY: Final = 3
+"""Index of the operator's input."""
 _MAX_GRAPH_BYTES: Final = 256 << 20
 """Largest file that is read for its tables: one with its weights inside is not worth the memory."""
 _NORM_TOLERANCE = 1e-3
@@ -127,21 +126,10 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
     """The rotations of a graph's keys, inside the attention operators or in front of them, by the name of the cache."""
     found: dict[str, KeyRotation] = {}
     for node in editor.graph.node:
-        if node.op_type != OPERATOR:
-            continue
-        attributes = attribute_values(node)
-        if attributes.get("do_rotary"):
-            tables, interleaved = node.input[_COSINES : _SINES + 1], attributes.get("rotary_interleaved")
-        else:
-            rotary = rotary_before(editor, node.input[_KEY])
-            if rotary is None:
-                continue
-            # ONNX's own operator has the tables before the positions.
-            tables = rotary.input[2:4] if rotary.domain else rotary.input[1:3]
-            interleaved = attribute_values(rotary).get("interleaved")
-        cosines, sines = (editor.array(name) for name in tables)
-        if cosines is not None and sines is not None:
-            found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, bool(interleaved))
+        if node.op_type == OPERATOR and (rotation := rotation_of(editor, node)) is not None:
+            cosines, sines = (editor.array(name) for name in rotation.tables)
+            if cosines is not None and sines is not None:
+                found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, rotation.interleaved)
     return found
 
 
@@ -184,10 +172,7 @@ class KeyRotation:
         channels = 2 * cosines.size
         if keys.shape[-1] < channels:
             raise ValueError(f"the rotary tables rotate {channels} of {keys.shape[-1]} channels")
-        if self.interleaved:
-            first, second = keys[..., 0:channels:2], keys[..., 1:channels:2]
-        else:
-            first, second = keys[..., : channels // 2], keys[..., channels // 2 : channels]
+        first, second = (keys[..., half] for half in rotated_halves(channels, interleaved=self.interleaved))
         rotated = first * cosines + second * sines
         second[...] = second * cosines - first * sines
         first[...] = rotated

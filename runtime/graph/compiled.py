@@ -21,7 +21,7 @@ from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.wire import external_files
 from ..devices.processor import machine
 from ..devices.providers import add_device
-from .device_loading import Assignments, load_on_device
+from .device_loading import load_on_device
 from .ort import ORT_ERRORS, RUNTIME_BUILD, error_reason, session_options
 from .packed_files import is_intact, packed_folder, written_folder
 from .session import SessionConfig
@@ -50,8 +50,8 @@ class CompiledGraphs:
         self._keeps: Final = cache and device.kind is DeviceKind.NPU and device.handle is not None
         self.loaded: Final[dict[str, bool]] = {}
         """The graphs that were loaded, and whether a context that was on disk was used."""
-        self.assignments = Assignments()
-        """Which provider runs the nodes of the first graph; a compiled context is one node."""
+        self.on_cpu: dict[str, int] = {}
+        """Number of nodes of the first graph that the device left to the CPU, by operator; a context is one node."""
 
     def load(self, name: str) -> ort.InferenceSession:
         """Load one of the bundle's graphs, from its context if there is one; else its context is written now.
@@ -89,13 +89,13 @@ class CompiledGraphs:
     def _open(self, graph: Path) -> ort.InferenceSession:
         options, device = self._options(), self._config.device
         try:
-            session, assignments = load_on_device(str(graph), options, device, graph)
+            session, on_cpu = load_on_device(str(graph), options, device, graph)
         except ORT_ERRORS as error:
             raise BundleError(
                 f"{graph} cannot be loaded: {error_reason(error)}", "copy the bundle again or export the model again"
             ) from error
         if not self.loaded:
-            self.assignments = assignments
+            self.on_cpu = on_cpu
         return session
 
     def _options(self) -> ort.SessionOptions:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +15,8 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from ...errors import DeviceError
-from ..devices.device_lock import device_lock
 from ..devices.packages import package_of
-from ..devices.providers import CPU_PROVIDER, Device, add_device
+from ..devices.providers import CPU_PROVIDER, Device, add_device, device_lock
 from .ort import ORT_ERRORS, error_reason, load_session
 
 _FILE_ERRORS: Final = (ort_errors.NoSuchFile, ort_errors.InvalidProtobuf, ort_errors.InvalidGraph, ort_errors.NoModel)
@@ -34,26 +32,19 @@ _WITHOUT_WEIGHTS: Final = frozenset(
 _RUN_ON_CPU: Final = "run the model on the CPU: --device cpu"
 
 
-@dataclass(frozen=True)
-class Assignments:
-    """Which nodes of a graph a device does not run. Nothing is recorded on the CPU, which runs them all."""
+def runs_whole(on_cpu: Mapping[str, int]) -> bool:
+    """Whether a device runs all nodes that work on weights or the cache, given what it left to the CPU."""
+    return _WITHOUT_WEIGHTS.issuperset(on_cpu)
 
-    on_cpu: Mapping[str, int] = field(default_factory=dict)
-    """Number of nodes that a device left to the CPU, by operator."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether a device runs all nodes that work on weights or the cache."""
-        return _WITHOUT_WEIGHTS.issuperset(self.on_cpu)
-
-    def on_cpu_text(self) -> str:
-        """What stayed on the CPU, such as `2 Cast, 1 Range`; empty for nothing."""
-        return ", ".join(f"{count} {operator}" for operator, count in sorted(self.on_cpu.items()))
+def on_cpu_text(on_cpu: Mapping[str, int]) -> str:
+    """What stayed on the CPU, such as `2 Cast, 1 Range`; empty for nothing."""
+    return ", ".join(f"{count} {operator}" for operator, count in sorted(on_cpu.items()))
 
 
 def load_on_device(
     model: str | bytes, options: ort.SessionOptions, device: Device, where: Path
-) -> tuple[ort.InferenceSession, Assignments]:
+) -> tuple[ort.InferenceSession, dict[str, int]]:
     """Load a model on a device that may not be the CPU.
 
     Args:
@@ -62,12 +53,16 @@ def load_on_device(
         device: where it runs.
         where: the file that errors name.
 
+    Returns:
+        The session, and the number of nodes that the device left to the CPU, by operator. Nothing is recorded on the
+        CPU, which runs them all.
+
     Raises:
         DeviceError: the device is not usable, or took nothing.
         Exception: one of `ORT_ERRORS` about the file.
     """
     if device.provider == CPU_PROVIDER:
-        return load_session(model, options, add_device(options, device)), Assignments()
+        return load_session(model, options, add_device(options, device)), {}
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
         with device_lock(device.memory):
@@ -84,7 +79,7 @@ def load_on_device(
     nodes = [(part.ep_name, node.op_type) for part in parts for node in part.get_nodes()]
     if all(provider != device.provider for provider, _ in nodes):
         raise DeviceError(f"{device} runs none of the {len(nodes)} nodes of {where}", _RUN_ON_CPU)
-    return session, Assignments(dict(Counter(operator for provider, operator in nodes if provider == CPU_PROVIDER)))
+    return session, dict(Counter(operator for provider, operator in nodes if provider == CPU_PROVIDER))
 
 
 def device_failure(error: Exception, device: Device, where: Path) -> DeviceError:

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from ..devices.device_lock import DeviceLock
+from ..devices.providers import DeviceLock
 from ..kv.arena import KVArena
 from ..kv.buffers import CacheBuffers
 from ..kv.device_buffers import DeviceBuffers
 from .bound_graph import NewTokens
 from .bound_session import BoundSession
 from .graph_io import Floats, GraphIO, InputRole, LogitsMode, TopOutputs
-from .pass_inputs import PassInputs, value_dtype, wrapped
+from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import KEPT_LOGIT_ROWS, LogitsOutput
 
 _EXCLUDED: Final = np.finfo(np.float32).min
@@ -62,8 +62,8 @@ class DeviceLogits(LogitsOutput):
         if count > len(self._positions):
             self._positions = np.zeros(count, np.int64)
         if count > len(self._ids) or len(self._ids) > max(count, KEPT_LOGIT_ROWS):
-            self._ids = np.zeros((count, self.top.count), value_dtype(self.top.ids))
-            self._values = np.zeros((count, self.top.count), value_dtype(self.top.values))
+            self._ids = np.zeros((count, self.top.count), self.top.ids.dtype)
+            self._values = np.zeros((count, self.top.count), self.top.values.dtype)
             self._sparse = np.full((count, self._graph_io.vocab_size), _EXCLUDED)
             self._set = [np.zeros(0, np.int64)] * count
         self._io.bind_ortvalue_output(self.top.ids.name, wrapped(self._ids[:count]))
@@ -117,9 +117,11 @@ class DeviceSession(BoundSession):
                 self._io.clear_binding_outputs()
                 self._bound_slots.clear()
                 self._logits.top = top
-                self._logits.count = 0  # so that they are bound again
+                for output in (self._logits, self._hidden, self._features):
+                    if output is not None:
+                        output.count = 0  # so that it is bound again
             logits = super()._run_pass(new)
-            self.host_bytes += self._logits.nbytes + (0 if self._hidden is None else self._hidden.nbytes)
+            self.host_bytes += self._logits.nbytes + (0 if self._hidden is None else self._hidden.rows.nbytes)
             return logits
 
     def _run_session(self) -> None:

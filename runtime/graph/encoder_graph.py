@@ -12,7 +12,6 @@ from ...errors import BundleError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole
 from ...models.onnx_file.wire import operators_of, outputs_of
-from .graph_io import element_kind, element_type
 from .model_metadata import reject_operators
 from .ort import ORT_ERRORS, run_failure, run_options
 from .session import SessionConfig, graph_values, load_graph
@@ -65,14 +64,14 @@ class EncoderGraph:
         reject_operators(operators, self._where)
         self._session = load_graph(bundle.graph, config)[0]
         inputs = graph_values(self._session.get_inputs())
-        self._types: Final = {each.name: element_type(each) for each in inputs}
+        self._types: Final = {each.name: each.dtype for each in inputs}
         outputs = {each.name: each for each in graph_values(self._session.get_outputs())}
         self.output: Final = next((name for name in _OUTPUTS if name in outputs), "")
         """Name of the output that is read."""
         known = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
         unknown = [name for name in self._types if name not in known]
         value = outputs.get(self.output)
-        if unknown or value is None or len(value.shape) != _OUTPUTS[self.output] or element_kind(value) != "f":
+        if unknown or value is None or len(value.shape) != _OUTPUTS[self.output] or value.dtype.kind != "f":
             what = f"takes {unknown[0]}" if unknown else f"gives {', '.join(outputs)}"
             raise BundleError(
                 f"{self._where} is not an encoder: it {what}",

@@ -16,6 +16,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, Final, Self
 
+import numpy as np
 import numpy.typing as npt
 
 from ...errors import EdgeError
@@ -102,6 +103,51 @@ class FurtherGraph(ABC):
         raise NotImplementedError
 
 
+def is_consecutive(new: NewTokens, base: int) -> bool:
+    """Whether positions behind `base` are consecutive, and each token attends to all before it, given or not."""
+    ids, _, positions, tree_mask, _ = new
+    if positions is not None and not np.array_equal(
+        np.broadcast_to(np.asarray(positions, np.int64), len(ids)), np.arange(base, base + len(ids))
+    ):
+        return False
+    return tree_mask is None or np.array_equal(
+        tree_mask, np.tri(len(ids), tree_mask.shape[1], tree_mask.shape[1] - len(ids), dtype=np.bool_)
+    )
+
+
+class TreeGraph(FurtherGraph):
+    """The graph for token trees, beside one without a bias.
+
+    Some providers have a fast attention kernel that takes no bias. Prefill, plain decoding and chains of draft tokens
+    need none, because attention is causal itself. The session for trees has a copy of the weights; it is loaded when
+    the first tree is verified.
+
+    Args:
+        load: loads it.
+    """
+
+    name = "trees"
+    required = True
+
+    def __init__(self, load: Callable[[], GraphSession]) -> None:
+        self._load: Final = load
+
+    def takes(self, new: NewTokens, base: int) -> bool:
+        """Whether a pass is over a tree. Consecutive tokens need neither mask nor positions."""
+        return not is_consecutive(new, base)
+
+    def load(self) -> GraphSession:
+        """Load the graph."""
+        return self._load()
+
+
+def runs_trees_beside(plain: GraphIO, trees: GraphIO) -> bool:
+    """Whether the one graph has no bias, and the other computes trees over the same cache; neither needs probing."""
+    selected = all(InputRole.LOGIT_POSITIONS in each.inputs for each in (plain, trees))
+    same_cache = plain.tensor_types == trees.tensor_types
+    return selected and same_cache and InputRole.BIAS not in plain.inputs and trees.supports_trees
+
+
 class ChosenGraphs(DecoderGraph):
     """A base graph and further ones; the inputs and outputs are all that any of them has.
 
@@ -120,7 +166,7 @@ class ChosenGraphs(DecoderGraph):
             further: the other graphs.
             graph_io: inputs and outputs of all graphs together; None if the base graph has them all.
         """
-        self.config, self.probe_result, self.assignments = base.config, base.probe_result, base.assignments
+        self.config, self.probe_result, self.on_cpu = base.config, base.probe_result, base.on_cpu
         self.graph_io = base.graph_io if graph_io is None else graph_io
         self.further: Final = tuple(further)
         self.failures: Final[dict[str, str]] = {}

@@ -32,6 +32,13 @@ formed in blocks of at most so many, so leaving out hidden ones by this number c
 sliding layers")."""
 
 
+NUMPY_TYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    f"tensor({name})": np.dtype({"float": "float32"}.get(name, name))
+    for name in ("float", "float16", "double", "int8", "uint8", "int32", "int64", "bool")
+}
+"""NumPy dtypes by ONNX Runtime's names of tensor types."""
+
+
 @dataclass(frozen=True)
 class GraphValue:
     """One graph input or output."""
@@ -41,6 +48,11 @@ class GraphValue:
     """ONNX type string, such as `tensor(float)`."""
     shape: tuple[int | str | None, ...]
     """Dimensions: sizes, symbolic names, or None where the graph says nothing."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy dtype of the elements; that of objects where NumPy has none for them."""
+        return NUMPY_TYPES.get(self.type, np.dtype(object))
 
 
 class InputRole(Enum):
@@ -236,21 +248,3 @@ def first_slot(window: int, base: int) -> int:
 def _last_size(value: GraphValue | None) -> int | None:
     size = None if value is None else value.shape[-1]
     return size if isinstance(size, int) else None
-
-
-NUMPY_TYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    f"tensor({name})": np.dtype({"float": "float32"}.get(name, name))
-    for name in ("float", "float16", "double", "int8", "uint8", "int32", "int64", "bool")
-}
-"""NumPy dtypes by ONNX Runtime's names of tensor types."""
-
-
-def element_type(value: GraphValue) -> np.dtype[Any] | None:
-    """NumPy dtype of a graph value's elements; None if NumPy has none for it."""
-    return NUMPY_TYPES.get(value.type)
-
-
-def element_kind(value: GraphValue) -> str:
-    """NumPy's kind letter of a graph value's elements, such as `f` for floats; empty if NumPy has no such type."""
-    dtype = element_type(value)
-    return "" if dtype is None else dtype.kind

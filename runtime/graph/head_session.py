@@ -74,7 +74,7 @@ class HeadSession(BoundSession):
         finally:
             self._fed = None
         assert self._hidden is not None  # noqa: S101  bound in the constructor
-        return logits[0], self._hidden.select(last, selected=True)[0]
+        return logits[0], self._hidden.select(last)[0]
 
     def _run_pass(self, new: NewTokens) -> Floats:
         feature_size, state_size = self._head.sizes

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from ...errors import BundleError
 from ...models.json_file import is_whole
-from .cache_io import CachePart, cache_part, find_cache, find_states, fixed_slots, unsupported
+from .cache_io import find_cache, find_states, fixed_slots, unsupported
 from .graph_io import (
+    NUMPY_TYPES,
     CacheMode,
     CacheTensor,
     GraphIO,
@@ -26,8 +28,6 @@ from .graph_io import (
     LogitsMode,
     StateTensor,
     TopOutputs,
-    element_kind,
-    element_type,
 )
 from .model_metadata import ModelMetadata, reject_inputs
 
@@ -65,23 +65,8 @@ _FORMS: Final[Mapping[InputRole, tuple[str, tuple[int, ...]]]] = {
     InputRole.USE_CACHE: ("b", (0, 1)),
 }
 """Element types, as NumPy's kind letters, and numbers of dimensions that an input of a role may have."""
-_ROLES_IN_GENAI: Final[Mapping[str, InputRole]] = {
-    "input_ids": InputRole.TOKENS,
-    "position_ids": InputRole.POSITIONS,
-    "attention_mask": InputRole.MASK,
-    "past_sequence_length": InputRole.LAST_SLOT,
-    "current_sequence_length": InputRole.TOTAL_LENGTH,
-    "total_sequence_length": InputRole.TOTAL_LENGTH,
-}
-_CACHE_NAMES_IN_GENAI: Final[Mapping[str, str]] = {
-    "past_key_names": "past_key_values.%d.key",
-    "past_value_names": "past_key_values.%d.value",
-    "past_names": "past_%d",
-    "present_key_names": "present.%d.key",
-    "present_value_names": "present.%d.value",
-    "present_names": "present_%d",
-}
-"""Keys of genai_config.json that name cache tensors, with the usual names of those tensors."""
+_LAYERS_IN_GENAI: Final = re.compile("(past|present)_((key|value|conv|recurrent|ssm)_)?names")
+"""Keys of genai_config.json that name a cache tensor or a state of every layer."""
 
 
 def introspect(
@@ -101,25 +86,25 @@ def introspect(
     head = _head_inputs(inputs) if metadata.draft_head else None
     head_names = set() if head is None else {head.features.name, head.states.name}
     reject_inputs([value for value in inputs if value.name not in head_names], where)
-    states, state_types = find_states(inputs, outputs, where, _decoder_section(metadata.genai))
+    usual = usual_names(metadata.genai, max(len(inputs), len(outputs)))
+    states, state_types = find_states(inputs, outputs, where, usual)
     state_inputs = {tensor.past for tensor in states}
     state_outputs = {tensor.present for tensor in states}
-    renamed, known_parts = _names_in_genai(metadata.genai, inputs, outputs)
-    cache = find_cache(
+    cache, layers = find_cache(
         [value for value in inputs if value.name not in state_inputs],
         [value for value in outputs if value.name not in state_outputs],
         where,
-        known_parts,
+        usual,
         sizes_in_config(metadata.config, metadata.genai),
     )
     windows = _window_biases(inputs)
     window_names = {value.name for value in inputs if _WINDOW_INPUT.fullmatch(value.name)} if windows else set()
-    roles = _roles(inputs, where, renamed, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
+    roles = _roles(inputs, where, usual, {*(each.past for each in cache), *window_names, *state_inputs, *head_names})
     _check_cache(cache, states, where)
     if InputRole.TOKENS not in roles:
         raise unsupported(f"{where} has no input for token ids (input_ids)")
     _check_inputs(roles, where)
-    logits = _logits(outputs, where, renamed, {tensor.present for tensor in cache} | state_outputs)
+    logits = _logits(outputs, where, usual, {tensor.present for tensor in cache} | state_outputs)
     vocab_size, capacity = _vocab_size(logits, where, metadata), _capacity(cache, inputs, outputs, where)
     # Only GroupQueryAttention, which works in place, takes lengths as inputs.
     has_lengths = InputRole.LAST_SLOT in roles and InputRole.TOTAL_LENGTH in roles
@@ -128,7 +113,7 @@ def introspect(
         vocab_size=vocab_size,
         input_vocab=vocab_size if metadata.input_vocab is None else max(metadata.input_vocab, vocab_size),
         cache=cache,
-        layers=len({(known_parts.get(tensor.past) or cache_part(tensor.past) or (0, 0))[1] for tensor in cache}),
+        layers=layers,
         cache_mode=CacheMode.IN_PLACE if has_lengths or capacity is not None else CacheMode.GROWING,
         capacity=capacity,
         inputs=roles,
@@ -147,38 +132,61 @@ def introspect(
     )
 
 
+def read_graph_io(graph: Path, model: bytes | None, metadata: ModelMetadata) -> GraphIO:
+    """The inputs and outputs of a graph that is not loaded.
+
+    Args:
+        graph: its file.
+        model: the serialized graph where it differs from the file.
+        metadata: what the files beside it say.
+
+    Raises:
+        BundleError: the file is not a decoder that edge-run can run.
+    """
+    from ...models.onnx_file.model_messages import (  # noqa: PLC0415 -- importing protobuf takes 28 ms
+        ELEMENT_TYPES,
+        ModelProto,
+        read_model,
+        shape_of,
+    )
+
+    proto = (read_model(graph) if model is None else ModelProto.FromString(model)).graph
+    constants = {each.name for each in proto.initializer}
+    types = {ELEMENT_TYPES[dtype]: name for name, dtype in NUMPY_TYPES.items()}
+    inputs, outputs = (
+        [
+            GraphValue(each.name, types.get(each.type.tensor_type.elem_type, ""), shape_of(each))
+            for each in values
+            if each.name not in constants
+        ]
+        for values in (proto.input, proto.output)
+    )
+    return introspect(inputs, outputs, str(graph), metadata)
+
+
 def _decoder_section(genai: Mapping[str, Any]) -> Mapping[str, Any]:
     decoder = genai.get("decoder")
     return decoder if isinstance(decoder, Mapping) else {}
 
 
-def _names_in_genai(
-    genai: Mapping[str, Any], inputs: Sequence[GraphValue], outputs: Sequence[GraphValue]
-) -> tuple[dict[str, InputRole | None], dict[str, CachePart]]:
-    """Inputs and outputs that genai_config.json names: their roles (None for the logits), and parts of the cache."""
+def usual_names(genai: Mapping[str, Any], layers: int) -> dict[str, str]:
+    """The usual names of inputs and outputs, by the names that genai_config.json gives them, of so many layers."""
     decoder = _decoder_section(genai)
-    roles: dict[str, InputRole | None] = {}
-    parts: dict[str, CachePart] = {}
-    for section, values in (("inputs", inputs), ("outputs", outputs)):
-        named = decoder.get(section)
-        if not isinstance(named, Mapping):
-            continue
-        existing = {value.name for value in values}
-        for key, name in named.items():
+    usual: dict[str, str] = {}
+    for named in (decoder.get("inputs"), decoder.get("outputs")):
+        for key, name in named.items() if isinstance(named, Mapping) else ():
             if not isinstance(name, str):
                 continue
-            if key in _CACHE_NAMES_IN_GENAI and name.count("%d") == 1:
-                for layer in range(len(values)):
-                    part = cache_part(_CACHE_NAMES_IN_GENAI[key] % layer)
-                    if part is not None and name.replace("%d", str(layer)) in existing:
-                        parts[name.replace("%d", str(layer))] = part
-            elif name in existing and (key == "logits" or key in _ROLES_IN_GENAI):
-                roles[name] = _ROLES_IN_GENAI.get(key)
-    return roles, parts
+            if _LAYERS_IN_GENAI.fullmatch(key) and name.count("%d") == 1:
+                own = key.removesuffix("names")
+                usual |= {name.replace("%d", str(layer)): f"{own}{layer}" for layer in range(layers)}
+            elif key == "logits" or key in _ROLES_BY_NAME:
+                usual[name] = key
+    return usual
 
 
 def _roles(
-    inputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], others: set[str]
+    inputs: Sequence[GraphValue], where: str, usual: Mapping[str, str], others: set[str]
 ) -> dict[InputRole, GraphValue]:
     """The inputs by their roles; `others` are known to have none."""
     roles: dict[InputRole, GraphValue] = {}
@@ -186,7 +194,7 @@ def _roles(
     for value in inputs:
         if value.name in others:
             continue
-        role = renamed.get(value.name) or _ROLES_BY_NAME.get(value.name)
+        role = _ROLES_BY_NAME.get(usual.get(value.name, value.name))
         if role is InputRole.MASK and len(value.shape) == 4:
             role = InputRole.BIAS
         if role is None:
@@ -205,9 +213,7 @@ def _window_biases(inputs: Sequence[GraphValue]) -> dict[int, GraphValue]:
     return {
         int(match[2]): value
         for value in inputs
-        if (match := _WINDOW_INPUT.fullmatch(value.name))
-        and len(value.shape) == 4
-        and element_type(value) == np.float32
+        if (match := _WINDOW_INPUT.fullmatch(value.name)) and len(value.shape) == 4 and value.dtype == np.float32
     }
 
 
@@ -215,7 +221,7 @@ def _check_inputs(roles: Mapping[InputRole, GraphValue], where: str) -> None:
     for role, value in roles.items():
         kinds, ranks = _FORMS[role]
         rank = len(value.shape)
-        if (element_kind(value) or "?") not in kinds or rank not in ranks:
+        if value.dtype.kind not in kinds or rank not in ranks:
             raise unsupported(
                 f"{where} takes {value.name} as {value.type} of {rank} dimensions, which is not supported"
             )
@@ -250,13 +256,10 @@ def _check_cache(cache: Sequence[CacheTensor], states: Sequence[StateTensor], wh
         )
 
 
-def _logits(
-    outputs: Sequence[GraphValue], where: str, renamed: Mapping[str, InputRole | None], cache: set[str]
-) -> GraphValue:
+def _logits(outputs: Sequence[GraphValue], where: str, usual: Mapping[str, str], cache: set[str]) -> GraphValue:
     others = [value for value in outputs if value.name not in cache]
-    by_type = [value for value in others if len(value.shape) in (2, 3) and element_kind(value) == "f"]
-    # None is the role of an output that genai_config.json names.
-    by_name = [each for each in outputs if each.name == "logits" or renamed.get(each.name, InputRole.TOKENS) is None]
+    by_type = [value for value in others if len(value.shape) in (2, 3) and value.dtype.kind == "f"]
+    by_name = [each for each in outputs if usual.get(each.name, each.name) == "logits"]
     candidates = by_name or by_type
     if len(candidates) != 1 or candidates[0] not in by_type:
         given = ", ".join(value.name for value in others) or "nothing"
@@ -280,7 +283,7 @@ def _float_output(outputs: Sequence[GraphValue], names: Sequence[str], rank: int
             if value.name in names
             and len(value.shape) == rank
             and isinstance(value.shape[-1], int)
-            and element_kind(value) == "f"
+            and value.dtype.kind == "f"
         ),
         None,
     )
@@ -292,7 +295,7 @@ def _top_outputs(outputs: Sequence[GraphValue]) -> TopOutputs | None:
     ids, values = by_name.get("top_ids"), by_name.get("top_logits")
     if ids is None or values is None or len(ids.shape) != 2 or ids.shape != values.shape:
         return None
-    count, kinds = ids.shape[1], (element_kind(ids), element_kind(values))
+    count, kinds = ids.shape[1], (ids.dtype.kind, values.dtype.kind)
     return TopOutputs(ids, values, count) if isinstance(count, int) and kinds == ("i", "f") else None
 
 

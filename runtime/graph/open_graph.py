@@ -16,8 +16,9 @@ from ..images.image_processors import processor_of, suits_images
 from ..kv.cache_scales import KVFormat
 from ..measure.measurement_store import MeasurementStore, model_key
 from ..prefill import PrefillMode
-from .graph_choice import ChosenGraphs, FurtherGraph
+from .graph_choice import ChosenGraphs, FurtherGraph, TreeGraph, runs_trees_beside
 from .graph_io import CacheMode, GraphForm, GraphIO
+from .introspection import read_graph_io
 from .model_metadata import ModelMetadata, metadata_of
 from .packed_files import prepacked_graph
 from .probe import ProbeResult
@@ -32,7 +33,7 @@ _HELD_TWICE_BYTES: Final = 64 << 20
 """Weights of models that are not packed, below which a second graph may hold its own copy of them."""
 _SMALL_MODEL_BYTES: Final = 64 << 20
 """Smaller models read a thousand tokens in a fraction of a second."""
-_PROBES: Final = MeasurementStore("probes", 2, ProbeResult)
+_PROBES: Final = MeasurementStore("probes", 3, ProbeResult)
 
 
 def open_graph(
@@ -75,7 +76,8 @@ def open_graph(
             "add --device cpu",
         )
     metadata = metadata_of(bundle)
-    key = model_key(bundle, config)
+    # Files beside the graph may change how its inputs are read.
+    key = model_key(bundle, config, bundle.config, bundle.genai)
     stored = _PROBES.load(key) if cache and metadata.operators is not None else None
     metadata = replace(metadata, probe_result=stored)
     graph: DecoderGraph
@@ -146,42 +148,39 @@ def _open_on_cpu(
     """Load the model's own graph, with the further graphs that it can have."""
     file = graph_to_load(bundle, config, cache=cache)
     own = GraphSession(file, config, metadata, model=joined_graph(bundle))
-    further = _further_graphs(own, file, bundle, metadata, prefill, cache)
+    further = _further_graphs(own, file, bundle, prefill, cache)
     if steering is None:
         return ChosenGraphs(own, further) if further else own
     from ..steering.steered_graph import SteeredGraph  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-    steered = SteeredGraph(bundle, file, own, metadata, steering)
+    steered = SteeredGraph(bundle, file, own, steering)
     graphs = ChosenGraphs(own, [steered, *further])
     graphs.bind_further(steered, own.arena(1))  # what is wrong with it shows now
     return graphs
 
 
 def _further_graphs(
-    base: GraphSession, file: Path, bundle: Bundle, metadata: ModelMetadata, prefill: PrefillMode, cache: bool
+    base: GraphSession, file: Path, bundle: Bundle, prefill: PrefillMode, cache: bool
 ) -> list[FurtherGraph]:
     """The further graphs that the model's own graph on the CPU can have, loaded from `file`."""
-    further = list(_image_graphs(base, (file, None), bundle, metadata))
+    further = list(_image_graphs(base, (file, None), bundle))
     if bundle.embedding is not None:
         return further
     if prompt_graph_obstacle(bundle, base.config, base.graph_io, prefill, cache=cache) is None:
         from ..int8_prompts.prompt_graph import PromptGraph  # noqa: PLC0415 -- most commands need none
 
         # Its cache works as in the graph it was made from. Rounding to 8 bits would hide that from a probe.
-        probed = replace(metadata, probe_result=base.probe_result)
-        further.append(PromptGraph(bundle, base.config, probed, prefill))
+        further.append(PromptGraph(bundle, base, prefill))
     if _may_run_long_contexts(base, file, bundle):
         # The module imports runtime.measure, which imports this one.
         from ..long_context.long_graph import LEAST_CONTEXT, LongContextGraph  # noqa: PLC0415 -- see above
 
         if bundle.context is None or bundle.context > LEAST_CONTEXT:
-            further.append(LongContextGraph(bundle, file, base, metadata, cache=cache))
+            further.append(LongContextGraph(bundle, file, base, cache=cache))
     return further
 
 
-def _image_graphs(
-    base: GraphSession, form: GraphForm, bundle: Bundle, metadata: ModelMetadata
-) -> Iterator[FurtherGraph]:
+def _image_graphs(base: GraphSession, form: GraphForm, bundle: Bundle) -> Iterator[FurtherGraph]:
     """The graph for passes with images that a model can have, made from the form of its graph that `base` runs."""
     if not suits_images(bundle, base.graph_io):
         return
@@ -191,7 +190,7 @@ def _image_graphs(
     # Attention in both directions was computed wrongly on WebGPU, and is not checked as that of text is.
     is_right = base.config.device.kind is DeviceKind.CPU or not processor.bidirectional
     if is_right and (bundle.embedding is None or FEATURES in base.optional_inputs):
-        yield ImageGraph(form, base, metadata, bundle.hidden_size, processor)
+        yield ImageGraph(form, base, bundle.hidden_size, processor)
 
 
 def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bool:
@@ -231,7 +230,7 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
         DeviceError: the device cannot run the model.
     """
     # What other devices take would add a fifth to the time in which the package is imported: protobuf, for one.
-    from ..gpu_graph.gpu_variant import has_plain_form, variant_for  # noqa: PLC0415 -- see above
+    from ..gpu_graph.rewriting import has_plain_form, variant_for  # noqa: PLC0415 -- see above
 
     def form(*, plain: bool = False) -> GraphForm:
         variant = variant_for(bundle, config, cache=cache, plain=plain)
@@ -243,16 +242,14 @@ def open_gpu_form(bundle: Bundle, config: SessionConfig, metadata: ModelMetadata
     trees = form()
     # The positions of text behind an image have three axes in some models, and the plain form takes no positions.
     if has_plain_form(config) and (bundle.vision is None or not processor_of(bundle).has_axes):
-        from .plain_passes import TreeGraph, read_graph_io, runs_trees_beside  # noqa: PLC0415 -- see above
-
         plain, tree_io = form(plain=True), read_graph_io(*trees, metadata)
         if runs_trees_beside(read_graph_io(*plain, metadata), tree_io):
             base = load(plain)
             # The form is looked up again for the first tree: until then, one with its weights inside would take memory.
-            further = [*_image_graphs(base, plain, bundle, metadata), TreeGraph(lambda: load(form()))]
+            further = [*_image_graphs(base, plain, bundle), TreeGraph(lambda: load(form()))]
             return ChosenGraphs(base, further, tree_io)
     base = load(trees)
-    images = list(_image_graphs(base, trees, bundle, metadata))
+    images = list(_image_graphs(base, trees, bundle))
     return ChosenGraphs(base, images) if images else base
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from .graph_io import SLOTS_TOGETHER, Floats, GraphIO, GraphValue, InputRole, element_type, first_slot
+from .graph_io import SLOTS_TOGETHER, Floats, GraphIO, GraphValue, InputRole, first_slot
 
 BLOCKED: Final = np.float32(np.finfo(np.float32).min)
 _PREPARED: Final = 32
@@ -83,7 +83,7 @@ class PassInputs:
         self._io: Final = io
         self._graph_io: Final = graph_io
         self.width = 0
-        self._tokens = np.zeros((1, 0), value_dtype(graph_io.inputs[InputRole.TOKENS]))
+        self._tokens = np.zeros((1, 0), graph_io.inputs[InputRole.TOKENS].dtype)
         self.positions = np.zeros(0, np.int64)
         places = graph_io.inputs.get(InputRole.POSITIONS)
         self.has_axes: Final = places is not None and len(places.shape) == 3
@@ -94,7 +94,7 @@ class PassInputs:
         # Looking up a role takes longer than an attribute, and these are needed in every pass.
         bias, mask = graph_io.inputs.get(InputRole.BIAS), graph_io.inputs.get(InputRole.MASK)
         self._bias_input: Final = bias
-        self._bias_dtype: Final = np.dtype(np.float32) if bias is None else value_dtype(bias)
+        self._bias_dtype: Final = np.dtype(np.float32) if bias is None else bias.dtype
         self._bias_is_float: Final = self._bias_dtype == np.float32
         from_later_slots = {each.window for each in graph_io.cache}
         self._windows: Final = {size: value.name for size, value in graph_io.window_biases.items()}
@@ -109,12 +109,12 @@ class PassInputs:
         self._window_biases: dict[int, Floats] = {}
         """Buffers of the biases of layers with a window, by its size."""
         self._mask_input: Final = mask
-        self._ones = np.ones((1, 0), np.int64 if mask is None else value_dtype(mask))
+        self._ones = np.ones((1, 0), np.int64 if mask is None else mask.dtype)
         # The width changes from pass to pass; wrapping an array takes longer than binding it.
         self._by_width: dict[int, _WidthBuffers] = {}
         self._current = _WidthBuffers(self._tokens[0], self.positions, None, ())
         self.scalars: Final[dict[InputRole, npt.NDArray[Any]]] = {
-            role: np.zeros(tuple(1 for _ in value.shape), value_dtype(value))
+            role: np.zeros(tuple(1 for _ in value.shape), value.dtype)
             for role, value in graph_io.inputs.items()
             if role in (InputRole.LAST_SLOT, InputRole.TOTAL_LENGTH, InputRole.LOGITS_TO_KEEP, InputRole.USE_CACHE)
         }
@@ -205,7 +205,7 @@ class PassInputs:
                 # `[1, n]`, or `[k, 1, n]`
                 copies = positions.shape[0] if isinstance(positions.shape[0], int) else 3
                 shape = (copies, 1, width) if len(positions.shape) == 3 else (1, width)
-                array = np.zeros(shape, value_dtype(positions))
+                array = np.zeros(shape, positions.dtype)
                 values.append((positions.name, wrapped(array)))
             tokens = self._tokens[0, :width]
             # NumPy takes several times as long for a few numbers, in particular between two passes.
@@ -295,11 +295,3 @@ def _cell(scalar: npt.NDArray[Any] | None) -> memoryview | None:
 def wrapped(array: npt.NDArray[Any]) -> ort.OrtValue:
     """The array as an OrtValue that shares its memory."""
     return ort.OrtValue.ortvalue_from_numpy(array)
-
-
-def value_dtype(value: GraphValue) -> np.dtype[Any]:
-    """NumPy dtype of a graph value's elements."""
-    dtype = element_type(value)
-    if dtype is None:
-        raise TypeError(f"{value.name} is {value.type}")
-    return dtype

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from ..kv.features import FeatureSlots
-from .graph_io import Floats, GraphIO, InputRole, LogitsMode
-from .pass_inputs import PassInputs, value_dtype, wrapped
+from .graph_io import Floats, GraphIO, GraphValue, InputRole, LogitsMode
+from .pass_inputs import PassInputs, wrapped
 
 KEPT_LOGIT_ROWS: Final = 32
 """Largest number of rows of a logits buffer that is kept for later passes. A prefill by a graph that computes all
@@ -36,7 +36,7 @@ class LogitsOutput:
         self._inputs: Final = inputs
         self.count = -1
         self._positions = np.zeros(0, np.int64)
-        self._logits = np.zeros((0, graph_io.vocab_size), value_dtype(graph_io.logits))
+        self._logits = np.zeros((0, graph_io.vocab_size), graph_io.logits.dtype)
         # Wrapping an array takes longer than binding it.
         self._by_count: dict[int, tuple[ort.OrtValue, ort.OrtValue]] = {}
         self._bound_logits: npt.NDArray[Any] = self._logits
@@ -95,82 +95,59 @@ class LogitsOutput:
         return logits[None] if len(self._graph_io.logits.shape) == 3 else logits
 
 
-class FeaturesOutput:
-    """The features of one binding for a draft head, whose graph gives them.
+class TokenOutput:
+    """An output with numbers of every new token, or of those with logits: hidden states, or features for a draft head.
 
     Args:
         io: the session's binding.
-        graph_io: the graph's inputs and outputs.
+        output: the output, `[M, d]`, `[1, M, d]`, or `[R, d]` with the first dimension of the logits.
+        logits: the graph's logits.
+
+    Attributes:
+        count: number of rows that are bound; 0 to bind them again.
+        rows: the bound rows, `[count, d]` in the graph's type.
     """
 
-    def __init__(self, io: ort.IOBinding, graph_io: GraphIO) -> None:
-        if graph_io.draft_features is None or graph_io.feature_size is None:
-            raise ValueError("the graph does not give features")
-        self.size: Final = graph_io.feature_size
-        """Number of features of a token."""
+    def __init__(self, io: ort.IOBinding, output: GraphValue | None, logits: GraphValue) -> None:
+        if output is None:
+            raise ValueError("the graph does not give hidden states")
         self._io: Final = io
-        self._name: Final = graph_io.draft_features.name
-        self._selected: Final = graph_io.draft_features.shape[0] == graph_io.logits.shape[0]
-        """Whether only the tokens with logits have features."""
-        self._by_count: dict[int, tuple[Floats, ort.OrtValue]] = {}
-        self._bound: Floats = np.empty((0, self.size), np.float32)
+        self._output: Final = output
+        self._of_logits: Final = len(output.shape) == 2 and output.shape[0] == logits.shape[0]
+        self.size: Final = int(output.shape[-1] or 0)
+        """Number of values of a token."""
+        self.count = 0
+        self.rows: npt.NDArray[Any] = np.empty((0, self.size), output.dtype)
+        self._by_count: Final[dict[int, tuple[npt.NDArray[Any], ort.OrtValue]]] = {}
+        self._value: ort.OrtValue | None = None
 
-    def bind(self, width: int, rows: int) -> None:
-        """Bind a buffer for a pass over `width` tokens that gives `rows` rows of logits."""
-        count = rows if self._selected else width
-        if count == len(self._bound):
+    def bind(self, width: int, logit_rows: int) -> None:
+        """Bind a buffer for a pass over `width` tokens that gives `logit_rows` rows of logits."""
+        count = logit_rows if self._of_logits else width
+        if count == self.count:
             return
         if (kept := self._by_count.get(count)) is None:
-            array = np.empty((count, self.size), np.float32)
-            kept = array, wrapped(array)
+            rows = np.empty((count, self.size), self.rows.dtype)
+            kept = rows, wrapped(rows[None] if len(self._output.shape) == 3 else rows)
             if count <= KEPT_LOGIT_ROWS:
                 self._by_count[count] = kept
-        self._bound, value = kept
-        self._io.bind_ortvalue_output(self._name, value)
+        (self.rows, self._value), self.count = kept, count
+        self.bind_to(self._io)
+
+    def bind_to(self, io: ort.IOBinding) -> None:
+        """Bind the buffer of the last `bind` to another session."""
+        io.bind_ortvalue_output(self._output.name, self._value)
+
+    def select(self, wanted: Sequence[int]) -> Floats:
+        """Those of the tokens with the indices `wanted`, which had logits, in a new array: float32 `[r, d]`."""
+        return (self.rows if self._of_logits else self.rows[list(wanted)]).astype(np.float32)
 
     def store(self, slots: FeatureSlots, base: int, width: int, wanted: npt.NDArray[np.int64]) -> None:
         """Store the features of the pass over `width` tokens from slot `base` on, with logits of those `wanted`."""
         has_last = wanted[-1] == width - 1
-        if not self._selected or (wanted.size == width and wanted[0] == 0 and has_last):
-            slots.write(base, self._bound)
+        if not self._of_logits or (wanted.size == width and wanted[0] == 0 and has_last):
+            slots.write(base, self.rows)
         else:
             slots.forget(base)
             if has_last:
-                slots.write(base + width - 1, self._bound[-1:])
-
-
-class HiddenStatesOutput:
-    """The hidden states of one binding, whose graph gives them.
-
-    Args:
-        io: the session's binding.
-        graph_io: the graph's inputs and outputs.
-    """
-
-    def __init__(self, io: ort.IOBinding, graph_io: GraphIO) -> None:
-        if graph_io.hidden_states is None:
-            raise ValueError("the graph does not give hidden states")
-        self._io: Final = io
-        self._output: Final = graph_io.hidden_states
-        self._dtype: Final = value_dtype(self._output)
-        self._size: Final = graph_io.hidden_size or 0
-        self._states: npt.NDArray[Any] = np.empty((0, 0), np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states of the last pass."""
-        return self._states.nbytes
-
-    def bind(self, width: int, rows: int) -> None:
-        """Bind a new array for a pass over `width` tokens that gives `rows` rows of logits."""
-        shape = (1, width) if len(self._output.shape) == 3 else (rows,)
-        self._states = np.empty((*shape, self._size), self._dtype)
-        self.bind_to(self._io)
-
-    def bind_to(self, io: ort.IOBinding) -> None:
-        """Bind the array of the last `bind` to another session."""
-        io.bind_ortvalue_output(self._output.name, wrapped(self._states))
-
-    def select(self, wanted: Sequence[int], *, selected: bool) -> Floats:
-        """Those of the tokens with the indices `wanted`, float32 `[r, d]`; all if the pass gave `selected` ones."""
-        return (self._states if selected else self._states[0][list(wanted)]).astype(np.float32)
+                slots.write(base + width - 1, self.rows[-1:])

@@ -8,7 +8,6 @@ the same logits. A graph that does so under no assumption is rejected, because i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -39,8 +38,6 @@ BindGraph: TypeAlias = Callable[[GraphIO, int], BoundSession]
 class ProbeResult:
     """What running a graph showed."""
 
-    key: str
-    """`graph_io_key` of the graph when it was probed: files beside the graph may change how its inputs are read."""
     cache_mode: CacheMode
     logits_mode: LogitsMode
     supports_wide_passes: bool
@@ -53,11 +50,6 @@ class ProbeResult:
             logits_mode=self.logits_mode,
             supports_wide_passes=self.supports_wide_passes,
         )
-
-
-def graph_io_key(graph_io: GraphIO) -> str:
-    """SHA-256 (hexadecimal) of a graph's inputs and outputs."""
-    return hashlib.sha256(repr(graph_io).encode()).hexdigest()
 
 
 def probe(graph_io: GraphIO, bind: BindGraph, where: str, *, may_be_in_place: bool, shared_scales: bool) -> ProbeResult:
@@ -88,7 +80,7 @@ def probe(graph_io: GraphIO, bind: BindGraph, where: str, *, may_be_in_place: bo
             continue
         runs = True
         if supports_wide_passes is not None:
-            return ProbeResult(graph_io_key(graph_io), assumed.cache_mode, assumed.logits_mode, supports_wide_passes)
+            return ProbeResult(assumed.cache_mode, assumed.logits_mode, supports_wide_passes)
     if failures and not runs:
         raise BundleError(f"{where}: {failures[-1].what}", hint) from failures[-1]
     raise BundleError(

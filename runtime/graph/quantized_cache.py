@@ -9,7 +9,6 @@ this machine (docs/decisions/0060-int8-cache.md).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,48 +26,38 @@ from ...models.onnx_file.model_messages import (
     tensor,
 )
 from ..kv.cache_scales import CacheScales, Floats
-from .attention_edits import OPERATOR, rotary_before
+from .attention_edits import OPERATOR, Rotation, rotated_halves, rotation_of
 
-_KEY, _PAST_KEY, _PAST_VALUE, _COSINES = 1, 3, 4, 7
+_PAST_KEY, _PAST_VALUE = 3, 4
 """Indices of the operator's inputs."""
 _PRESENT_KEY, _PRESENT_VALUE = 1, 2
 _KEY_SCALES, _VALUE_SCALES = 12, 13
 _HINT: Final = "leave --kv out, or export the model with edge-run export"
 
 
-@dataclass(frozen=True)
-class RotatedPairs:
-    """Which channels of a head are rotated together."""
+def envelope(keys: Floats, rotation: Rotation | None) -> Floats:
+    """Largest size of each channel over the slots at any position: the largest norm of the channel's pair.
 
-    channels: int
-    """Number of channels that are rotated, from the first on; 0 for the whole head."""
-    interleaved: bool = False
-    """Whether the pairs are neighbours; if not, the second half of the channels follows the first."""
+    A rotation moves a key's size between the two channels of a pair, and a short text does not show all positions.
 
-    def envelope(self, keys: Floats) -> Floats:
-        """Largest size of each channel over the slots at any position: the largest norm of the channel's pair.
+    Args:
+        keys: rotated keys, float32 `[kv_heads, slots, head_dim]`.
+        rotation: how they are rotated. An unknown one is taken for that of a whole head, which is never too small a
+            size.
 
-        A rotation moves a key's size between the two channels of a pair, and a short text does not show all positions.
-
-        Args:
-            keys: rotated keys, float32 `[kv_heads, slots, head_dim]`.
-
-        Returns:
-            float32 `[kv_heads, head_dim]`.
-        """
-        largest: Floats = np.abs(keys).max(axis=1, initial=0.0)
-        rotated = self.channels or keys.shape[-1] // 2 * 2
-        if self.interleaved:
-            first, second = slice(0, rotated, 2), slice(1, rotated, 2)
-        else:
-            first, second = slice(0, rotated // 2), slice(rotated // 2, rotated)
-        norms = np.hypot(keys[..., first], keys[..., second]).max(axis=1, initial=0.0)
-        largest[:, first] = largest[:, second] = norms
-        return largest
+    Returns:
+        float32 `[kv_heads, head_dim]`.
+    """
+    largest: Floats = np.abs(keys).max(axis=1, initial=0.0)
+    _, channels, interleaved = rotation or Rotation((), 0, interleaved=False)
+    first, second = rotated_halves(channels or keys.shape[-1] // 2 * 2, interleaved=interleaved)
+    norms = np.hypot(keys[..., first], keys[..., second]).max(axis=1, initial=0.0)
+    largest[:, first] = largest[:, second] = norms
+    return largest
 
 
-def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
-    """The rotated channels of every key cache that a GroupQueryAttention keeps, by the name of the cache input.
+def key_rotations(graph: Path) -> dict[str, Rotation | None]:
+    """The rotation of every key cache that a GroupQueryAttention keeps, by the name of the cache input.
 
     Raises:
         BundleError: the file is not an ONNX model, or has a cache that no such operator keeps, or a quantized one.
@@ -77,7 +66,7 @@ def rotated_pairs(graph: Path) -> dict[str, RotatedPairs]:
         editor = GraphEditor(graph)
     except CannotRewriteError as error:
         raise BundleError(f"{graph} has no {OPERATOR}, which a quantized KV cache needs", _HINT) from error
-    return {node.input[_PAST_KEY]: _pairs_of(editor, node) for node in _attentions(editor.model, graph)}
+    return {node.input[_PAST_KEY]: rotation_of(editor, node) for node in _attentions(editor.model, graph)}
 
 
 def with_quantized_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
@@ -141,17 +130,3 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
         if attribute_values(node).get("k_quant_type", "NONE") != "NONE":
             raise BundleError(f"{graph} has a quantized cache already", "leave --kv out")
     yield from found
-
-
-def _pairs_of(editor: GraphEditor, node: Message) -> RotatedPairs:
-    """How the keys of an attention are rotated: inside of it, or by the RotaryEmbedding before it.
-
-    What is rotated in another way is taken for a whole head, which is never too small a size.
-    """
-    attributes = attribute_values(node)
-    if attributes.get("do_rotary"):
-        table = editor.initializers.get(node.input[_COSINES])
-        return RotatedPairs(2 * table.dims[-1] if table else 0, bool(attributes.get("rotary_interleaved")))
-    rotary = rotary_before(editor, node.input[_KEY])
-    found = {} if rotary is None else attribute_values(rotary)
-    return RotatedPairs(int(found.get("rotary_embedding_dim", 0)), bool(found.get("interleaved")))

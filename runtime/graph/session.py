@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
@@ -15,26 +15,24 @@ from ...errors import BundleError, EdgeError, InputError
 from ...models.onnx_file.wire import external_files, mapped_model
 from ...models.user_folders import cache_folder
 from ..arguments.search_options import SteeringOptions
-from ..devices.device_lock import device_lock
 from ..devices.processor import Power, available_memory
-from ..devices.providers import CPU_PROVIDER, Device, add_device
+from ..devices.providers import CPU_PROVIDER, Device, add_device, device_lock
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.buffers import StackedBuffers
 from ..kv.cache_scales import CacheScales, KVFormat
 from ..kv.device_buffers import SlotGraphs
 from ..kv.growing import GrowingArena
 from .bound_graph import BoundGraph, Steering
-from .bound_session import BoundSession
-from .device_loading import Assignments, load_on_device
+from .bound_session import BoundSession, HybridSession
+from .device_loading import load_on_device
 from .device_session import DeviceSession
 from .graph_io import CacheMode, GraphIO, GraphValue, InputRole
 from .head_session import HeadSession
-from .hybrid_session import HybridSession
 from .introspection import introspect
 from .memory import MappedPages, pages_dropped
 from .model_metadata import ModelMetadata, reject_operators
 from .ort import ORT_ERRORS, error_reason, session_options
-from .probe import ProbeResult, graph_io_key, probe
+from .probe import ProbeResult, probe
 from .shared_passes import SHARED_SCALE_OPERATORS, Gather, PackedPasses, SharedGraph, SharedPasses
 
 _STATE_WINDOW: Final = "state_window"
@@ -80,13 +78,13 @@ class DecoderGraph(Protocol):
         config: how the graph is run.
         graph_io: its inputs and outputs, as far as callers may use them.
         probe_result: what probing the graph showed; None if its inputs and outputs say everything.
-        assignments: which provider runs its nodes.
+        on_cpu: number of its nodes that the device left to the CPU, by operator.
     """
 
     config: SessionConfig
     graph_io: GraphIO
     probe_result: ProbeResult | None
-    assignments: Assignments
+    on_cpu: Mapping[str, int]
 
     def disable_trees(self) -> None:
         """Let drafts be chains from now on, because the device computes trees wrongly."""
@@ -152,9 +150,9 @@ class GraphSession(DecoderGraph):
             reject_operators(metadata.operators, str(graph))
         if metadata.operators is None and config.device.provider == CPU_PROVIDER:
             model = _with_windows(graph, model)
-        self._graph, self._model = graph, model
+        self._graph, self._model, self._metadata = graph, model, metadata
         self._shared: tuple[SharedPasses, SharedGraph] | None = None
-        self._session, self.assignments, self.pages = load_graph(graph, config, model)
+        self._session, self.on_cpu, self.pages = load_graph(graph, config, model)
         first = metadata.first_pass_graph
         self._first_session = None if first is None else load_graph(first, config)[0]
         self.config = config
@@ -173,9 +171,7 @@ class GraphSession(DecoderGraph):
         if graph_io.states and device.provider != CPU_PROVIDER:
             what = f"{graph} keeps states ({graph_io.states[0].past}), which works on the CPU alone, not on {device}"
             raise BundleError(what, "add --device cpu")
-        stored = metadata.probe_result
-        is_current = stored is not None and stored.key == graph_io_key(graph_io)
-        self.probe_result = stored if is_current else self._probed(graph_io, metadata, str(graph))
+        self.probe_result = metadata.probe_result or self._probed(graph_io, metadata, str(graph))
         self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
         if config.kv_scales is not None:
             others = [each.past for each in self.graph_io.cache if each.tensor_type.dtype != config.kv.dtype]
@@ -214,6 +210,14 @@ class GraphSession(DecoderGraph):
         bound = kind(session, graph_io, arena, first, hidden_states=hidden_states, shared=self._shared)
         bound.pages = self.pages
         return bound
+
+    def beside(self, graph: Path, model: bytes | None = None) -> GraphSession:
+        """Load another graph whose inputs and outputs mean the same, and which never runs the first pass.
+
+        Its idle threads do not spin beside the threads of this one. Arguments and errors as for the constructor.
+        """
+        metadata = replace(self._metadata, probe_result=self.probe_result, first_pass_graph=None)
+        return GraphSession(graph, replace(self.config, shares_cores=True), metadata, model=model)
 
     def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
         """Run the passes that several threads hand in as one; returns what runs them, or why nothing can.
@@ -306,7 +310,7 @@ def _with_windows(graph: Path, model: bytes | None) -> bytes | None:
 
 def load_graph(
     graph: Path, config: SessionConfig, model: bytes | None = None
-) -> tuple[ort.InferenceSession, Assignments, MappedPages]:
+) -> tuple[ort.InferenceSession, dict[str, int], MappedPages]:
     """Load a graph, or its serialized form `model`, beside whose file the weights are; errors as for `GraphSession`."""
     options = config.options()
     options.inter_op_num_threads = 1
@@ -325,7 +329,7 @@ def load_graph(
         # Loading reads all weights to pack them; afterwards only rows of the embedding are read from the file.
         files = [graph.parent / name for name in external_files(graph)]
         with pages_dropped(files, model or (graph.read_bytes() if files else b"")) as pages:
-            session, assignments = load_on_device(model or str(graph), options, config.device, graph)
+            session, on_cpu = load_on_device(model or str(graph), options, config.device, graph)
     except ORT_ERRORS as error:
         reason = error_reason(error)
         if _STATE_WINDOW in reason:
@@ -336,7 +340,7 @@ def load_graph(
         raise BundleError(
             f"{graph} cannot be loaded: {reason}", "give a complete model, such as edge-run export makes"
         ) from error
-    return session, assignments, *pages
+    return session, on_cpu, *pages
 
 
 def graph_values(nodes: Sequence[ort.NodeArg]) -> list[GraphValue]:

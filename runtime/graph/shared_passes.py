@@ -18,7 +18,7 @@ import onnxruntime as ort
 from ..kv.buffers import Array
 from .bound_graph import ALONE, OtherTexts
 from .graph_io import GraphIO, GraphValue, InputRole
-from .pass_inputs import value_dtype, wrapped
+from .pass_inputs import wrapped
 
 ROWS: Final = "batch.rows"
 """Input of a text: the indices of its tokens among those of the pass, int64 `[M]`."""
@@ -196,7 +196,7 @@ def _idle_inputs(inputs: Sequence[ort.NodeArg], text: int) -> dict[str, ort.OrtV
     for each in inputs:
         if each.name.endswith(of_text("", text)):
             shape = [size if isinstance(size, int) else 1 for size in each.shape]
-            array = np.zeros(shape, value_dtype(GraphValue(each.name, each.type, tuple(each.shape))))
+            array = np.zeros(shape, GraphValue(each.name, each.type, tuple(each.shape)).dtype)
             if not shape:  # the total length
                 array[...] = 1
             found[each.name] = wrapped(array)

@@ -8,9 +8,10 @@ the graph contract offers follows from the mask and the positions, which are inp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,12 @@ from ...models.onnx_file.model_messages import read_model
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.buffers import NumpyBuffers
 from .bound_graph import BoundGraph, NewTokens
-from .cache_io import cache_part, find_cache
+from .cache_io import find_cache
 from .compiled import CompiledGraphs
 from .graph_io import CacheMode, Floats, GraphIO, InputRole, LogitsMode
+from .ort import ORT_ERRORS, run_failure, run_options
+from .pass_inputs import wrapped
 from .session import DecoderGraph, SessionConfig, graph_values
-from .static_session import LOGIT_ROWS, MASK, StaticSession
 
 EXPORT_HINT: Final = "write them with edge-run export MODEL --device npu, or run with --device cpu"
 _LOGITS: Final = "logits"
@@ -39,13 +41,150 @@ _UNLIKELY: Final = np.float32(-1e30)
 """Logit of every token but the most probable one, where a pass returned ids only."""
 
 
+Array: TypeAlias = npt.NDArray[Any]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+NEXT_IDS: Final = "next_ids"
+"""Output int32 `[R]`: the most probable token after each position that gets logits."""
+LOGIT_ROWS: Final = "logit_rows"
+"""Input int32 `[1]` of wide graphs, which give the logits of that position only."""
+MASK: Final = "attention_mask"
+"""Input `[1, 1, W, C + W]`: what is added to attention scores. Layers with a sliding window of n tokens have their
+own, `attention_mask_n`."""
+_BLOCKED: Final = -30000.0
+"""What is added to an attention score that must not count: far below every other, yet a finite float16 with any score
+added to it."""
+
+
+class StaticSession:
+    """Runs passes of one width over caches of one capacity.
+
+    Passes of several sequences use the same buffers, one after the other; only the cache is bound again.
+
+    Args:
+        session: the graph's session.
+        graph_io: inputs and outputs of the graphs of all widths and capacities.
+        width: number of token positions W of a pass.
+        capacity: number of cache slots C before them.
+    """
+
+    def __init__(self, session: ort.InferenceSession, graph_io: GraphIO, width: int, capacity: int) -> None:
+        self.width: Final = width
+        self.capacity: Final = capacity
+        self._session = session
+        self._cache = graph_io.cache
+        self._run_options = run_options()
+        names = [value.name for value in session.get_inputs()]
+        tokens, positions, mask = (
+            graph_io.inputs[role] for role in (InputRole.TOKENS, InputRole.POSITIONS, InputRole.BIAS)
+        )
+        self._tokens = np.zeros((1, width), tokens.dtype)
+        self._positions = np.zeros((1, width), positions.dtype)
+        masks = [name for name in names if name.startswith(MASK)]
+        shape = (1, 1, width, capacity + width)
+        windows = [None if name == MASK else int(name.removeprefix(f"{MASK}_")) for name in masks]
+        self._masks = {window: np.zeros(shape, mask.dtype) for window in windows}
+        """By sliding window; None for full attention."""
+        self._inputs: dict[str, Array] = {tokens.name: self._tokens, positions.name: self._positions}
+        self._inputs |= dict(zip(masks, self._masks.values(), strict=True))
+        self._logit_row: Array | None = None
+        if LOGIT_ROWS in names:
+            self._logit_row = self._inputs[LOGIT_ROWS] = np.zeros(1, np.int32)
+        rows = width if self._logit_row is None else 1
+        self._next_ids = np.zeros(rows, np.int32)
+        self._logits_name = graph_io.logits.name
+        self._logits: Array = np.zeros((rows, graph_io.vocab_size), graph_io.logits.dtype)
+        self._new_slots = [np.zeros(each.shape_of(width), each.dtype) for each in graph_io.tensor_types]
+        self._bindings: dict[bool, tuple[ort.IOBinding, weakref.ref[NumpyBuffers] | None]] = {}
+        """The binding of passes that return logits, and of those that return ids only, and the cache that is bound."""
+
+    def run(
+        self,
+        buffers: NumpyBuffers,
+        slot: int,
+        tokens: Ids,
+        positions: Ids,
+        visible: npt.NDArray[np.bool_],
+        earlier: Ids,
+        wanted: Sequence[int],
+        *,
+        logits: bool,
+    ) -> tuple[Array, npt.NDArray[np.int32]]:
+        """Run a pass over `n` tokens, at most as many as the width, and write their slots to the cache.
+
+        Args:
+            buffers: the cache, of this capacity.
+            slot: number of slots before those of the tokens.
+            tokens: token ids `[n]`.
+            positions: rotary positions `[n]`.
+            visible: bool `[n, m + n]`: whether token i attends to each of the last m slots and of the new tokens. All
+                tokens attend to the slots before those.
+            earlier: positions of the last m slots, `[m]`; those before are consecutive from 0.
+            wanted: indices of the tokens whose logits are wanted: any, or at most one if the graph gives one row.
+            logits: whether to return logits; else ids only.
+
+        Returns:
+            Logits `[r, V]` in the graph's type (of no meaning without `logits`) and the most probable ids int32 `[r]`
+            (of no meaning with `logits`), valid until the next pass.
+
+        Raises:
+            EdgeError: ONNX Runtime failed.
+        """
+        count = tokens.size
+        self._tokens[0, :count], self._tokens[0, count:] = tokens, 0
+        self._positions[0, :count], self._positions[0, count:] = positions, 0
+        first = slot - earlier.size
+        for window, array in self._masks.items():
+            mask = array[0, 0]
+            mask.fill(_BLOCKED)
+            near: npt.NDArray[np.bool_] = visible
+            if window is None:
+                mask[:count, :first] = 0
+            else:
+                before = positions[:, None] - np.arange(first)
+                mask[:count, :first][before < window] = 0
+                near = visible & (positions[:, None] - np.concatenate([earlier, positions]) < window)
+            mask[:count, first:slot][near[:, : earlier.size]] = 0
+            mask[:count, self.capacity : self.capacity + count][near[:, earlier.size :]] = 0
+            # Padded positions attend to themselves: without anything to attend to, some devices compute NaN.
+            np.fill_diagonal(mask[:, self.capacity :], 0)
+        rows = list(wanted)
+        if self._logit_row is not None:
+            self._logit_row[0] = rows[0] if rows else 0
+            rows = [0] * len(rows)
+        io = self._bound_to(buffers, logits)
+        try:
+            self._session.run_with_iobinding(io, self._run_options)
+        except ORT_ERRORS as error:
+            raise run_failure("the model", error) from error
+        buffers.write_new(slot, self._new_slots, count)
+        return self._logits[rows], self._next_ids[rows]
+
+    def _bound_to(self, buffers: NumpyBuffers, logits: bool) -> ort.IOBinding:
+        """The binding of passes with or without logits, to the tensors of a cache."""
+        io, bound = self._bindings.get(logits, (None, None))
+        if io is None:
+            io = self._session.io_binding()
+            outputs: dict[str, Array] = {self._logits_name: self._logits} if logits else {NEXT_IDS: self._next_ids}
+            outputs |= {tensor.present: array for tensor, array in zip(self._cache, self._new_slots, strict=True)}
+            for name, array in self._inputs.items():
+                io.bind_ortvalue_input(name, wrapped(array))
+            for name, array in outputs.items():
+                io.bind_ortvalue_output(name, wrapped(array))
+        if bound is None or bound() is not buffers:
+            for tensor, array in zip(self._cache, buffers.arrays, strict=True):
+                io.bind_ortvalue_input(tensor.past, wrapped(array))
+            self._bindings[logits] = io, weakref.ref(buffers)
+        return io
+
+
 class StaticGraphs(DecoderGraph):
     """The graphs of fixed shapes of one model, each loaded when it is first needed.
 
     Attributes:
         graph_io: their common inputs and outputs. The capacity is the largest; the widths are those of graphs that give
             the logits of every position, so that they can verify drafts.
-        assignments: which provider runs the nodes of the smallest graph.
+        on_cpu: number of nodes of the smallest graph that the device left to the CPU, by operator.
         compiled: loads the graphs.
         widths: numbers of token positions for which there are graphs, ascending.
         capacities: numbers of cache slots for which there are graphs, ascending.
@@ -70,7 +209,7 @@ class StaticGraphs(DecoderGraph):
         self.capacities: Final = tuple(sorted({capacity for _, capacity in self._files}))
         first = self.widths[0], self.capacities[0]
         session = self.compiled.load(self._files[first])
-        self.assignments = self.compiled.assignments
+        self.on_cpu = self.compiled.on_cpu
         self.graph_io = replace(
             _graph_io(session, bundle, str(bundle.graph.with_name(self._files[first]))),
             capacity=self.capacities[-1],
@@ -218,7 +357,7 @@ def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> Grap
     masks = [value for value in inputs if value.name.startswith(MASK)]
     logits = next((value for value in outputs if value.name == _LOGITS), None)
     vocab_size = None if logits is None else logits.shape[-1]
-    cache = find_cache(inputs, outputs, where, {}, {})
+    cache, layers = find_cache(inputs, outputs, where, {}, {})
     if len(roles) < len(_ROLES) or not masks or not cache or logits is None or not isinstance(vocab_size, int):
         raise BundleError(f"{where} has other inputs and outputs than a graph for the NPU", EXPORT_HINT)
     return GraphIO(
@@ -228,7 +367,7 @@ def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> Grap
         cache=tuple(
             replace(each, tensor_type=replace(each.tensor_type, shape=each.tensor_type.shape_of(0))) for each in cache
         ),
-        layers=len({part[1] for each in cache if (part := cache_part(each.past)) is not None}),
+        layers=layers,
         cache_mode=CacheMode.NEW_SLOTS,
         capacity=None,
         inputs={**roles, InputRole.BIAS: masks[0]},

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...errors import BundleError
 from ...models.bundle import Bundle
-from ..graph.graph_io import GraphValue, element_type
+from ..graph.graph_io import GraphValue
 
 
 def tower_inputs(
@@ -39,7 +39,7 @@ def tower_inputs(
         if array is None:
             what = f"{bundle.vision} takes {each.name} of {len(each.shape)} dimensions, which edge-run does not know"
             raise BundleError(what, "export the model's checkpoint with edge-run export")
-        made[each.name] = np.ascontiguousarray(array, element_type(each))
+        made[each.name] = np.ascontiguousarray(array, each.dtype)
     return made
 
 

@@ -7,7 +7,6 @@ alone, drafting, shared passes and further graphs stay as they are (docs/decisio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -21,7 +20,6 @@ from ..graph.attention_edits import rotate_outside
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import IMAGES, FurtherGraph
 from ..graph.graph_io import GraphForm
-from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from .image_processor import ImageProcessor
 
@@ -40,7 +38,6 @@ class ImageGraph(FurtherGraph):
     Args:
         form: the model's own graph.
         own: that graph.
-        metadata: what the files beside it say.
         hidden_size: channels of an embedding.
         processor: the model's image processor.
     """
@@ -52,17 +49,12 @@ class ImageGraph(FurtherGraph):
         self,
         form: GraphForm,
         own: GraphSession,
-        metadata: ModelMetadata,
         hidden_size: int,
         processor: ImageProcessor,
     ) -> None:
         self._form: Final = form
-        self._own: Final = own if FEATURES in own.optional_inputs else None
-        """The model's own graph where that takes features too, as it does if its embedding was a graph of its own."""
+        self._own: Final = own
         self._hidden_size: Final = hidden_size
-        # Idle threads must not spin beside the threads of the model's own graph.
-        self._config: Final = replace(own.config, shares_cores=True)
-        self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
         self._processor: Final = processor
         self._tables: Tables | None = None
         """Cosines and sines `[positions, pairs]` of the graph, where positions have three axes."""
@@ -90,7 +82,7 @@ class ImageGraph(FurtherGraph):
         Raises:
             BundleError: it cannot be made or loaded.
         """
-        if self._own is not None:
+        if FEATURES in self._own.optional_inputs:  # as if its embedding was a graph of its own
             return self._own
         graph, serialized = self._form
         try:
@@ -104,7 +96,7 @@ class ImageGraph(FurtherGraph):
             )
         except CannotRewriteError as error:
             raise BundleError(f"{graph} cannot take images: {error}", "export it with edge-run export") from error
-        return GraphSession(graph, self._config, self._metadata, model=model)
+        return self._own.beside(graph, model)
 
 
 def image_graph(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from ...models.bundle import Bundle
@@ -16,8 +15,7 @@ from ...models.user_text import format_bytes
 from ..devices.processor import available_memory
 from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
-from ..graph.model_metadata import ModelMetadata
-from ..graph.session import GraphSession, SessionConfig
+from ..graph.session import GraphSession
 from ..measure.measurement_store import model_key
 from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, UNMEASURED_WIDTH, PromptChoice
 from ..prefill import INT8_GRAPH, PrefillMode
@@ -31,8 +29,7 @@ class PromptGraph(FurtherGraph):
 
     Args:
         bundle: the model.
-        config: how its graph is run.
-        metadata: what the files beside it say.
+        own: its own graph.
         mode: `AUTO` or `INT8`.
 
     Attributes:
@@ -47,7 +44,7 @@ class PromptGraph(FurtherGraph):
     name = INT8_GRAPH
     is_copy = True
 
-    def __init__(self, bundle: Bundle, config: SessionConfig, metadata: ModelMetadata, mode: PrefillMode) -> None:
+    def __init__(self, bundle: Bundle, own: GraphSession, mode: PrefillMode) -> None:
         self.mode: Final = mode
         self.refusal: str | None = NOT_MADE
         self.choice: PromptChoice | None = None
@@ -62,10 +59,8 @@ class PromptGraph(FurtherGraph):
         self._unloaded_tokens = 0
         """Number of prompt tokens that it has not read because it was not loaded."""
         self._bundle: Final = bundle
-        # Idle threads must not spin beside the threads of the model's own graph, which runs the pass after a prompt.
-        self._config: Final = replace(config, shares_cores=True)
-        self._metadata: Final = metadata
-        self._key: Final = model_key(bundle, config)
+        self._own: Final = own
+        self._key: Final = model_key(bundle, own.config)
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
             self._adopt(stored)
@@ -130,13 +125,13 @@ class PromptGraph(FurtherGraph):
         """Load the graph from its files; None if they are missing, or damaged, or need more memory than is free."""
         from .int8_graph_files import int8_graph_bytes, int8_graph_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-        path = int8_graph_path(self._bundle, self._config, make=self.mode is PrefillMode.INT8)
+        path = int8_graph_path(self._bundle, self._own.config, make=self.mode is PrefillMode.INT8)
         if path is None:
             self.refusal = NOT_MADE
             return None
         if not self.fits(int8_graph_bytes(path)):
             return None
         started = time.perf_counter()
-        session = GraphSession(path, self._config, self._metadata)
+        session = self._own.beside(path)
         self.load_s, self._is_loaded = time.perf_counter() - started, True
         return session

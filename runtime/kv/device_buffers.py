@@ -19,7 +19,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from ...errors import EdgeError
-from ..devices.device_lock import DeviceMemory, device_lock
+from ..devices.providers import DeviceMemory, device_lock
 from ..graph.ort import ORT_ERRORS, error_reason, load_session, run_options, session_options
 from .buffers import Array, CacheBuffers, CacheSnapshot, CacheTensorType, Slots, grouped
 

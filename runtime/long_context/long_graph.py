@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,6 @@ from ...models.json_file import Count, Positive
 from ..graph.bound_graph import NewTokens
 from ..graph.bound_session import BoundSession
 from ..graph.graph_choice import FurtherGraph
-from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from ..measure.measurement_store import MeasurementStore, model_key
 from ..measure.system_load import take_turns
@@ -89,7 +88,6 @@ class LongContextGraph(FurtherGraph):
         bundle: the model.
         graph: the file from which its own graph was loaded, which extends its cache in place.
         own: that graph.
-        metadata: what the files beside it say.
         cache: whether measurements are read from disk and kept there.
 
     Attributes:
@@ -100,13 +98,10 @@ class LongContextGraph(FurtherGraph):
     name = "long context"
     shares_passes = True
 
-    def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, *, cache: bool) -> None:
+    def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, *, cache: bool) -> None:
         self.obstacle: str | None = None
         self._graph: Final = graph
-        # Idle threads must not spin beside the threads of the model's own graph.
-        self._config: Final = replace(own.config, shares_cores=True)
-        # Its inputs and outputs mean the same as in the model's own graph, and no pass is the first one.
-        self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
+        self._own: Final = own
         self._key: Final = model_key(bundle, own.config)
         self._stores: Final = cache
         stored = LONG_CONTEXT_TIMES.load(self._key) if cache else None
@@ -139,7 +134,7 @@ class LongContextGraph(FurtherGraph):
         except CannotRewriteError as error:
             self.obstacle = str(error)
             return None
-        return GraphSession(self._graph, self._config, self._metadata, model=model)
+        return self._own.beside(self._graph, model)
 
     def measure(self, new: NewTokens, own: BoundSession, long: BoundSession, drop: Callable[[], None]) -> None:
         """Time a pass in both graphs, over the cache that it has to read; the faster one runs it from now on.
@@ -172,7 +167,7 @@ class LongContextGraph(FurtherGraph):
         # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
         seconds, busy = take_turns(
             [own_pass, long_pass],
-            self._config.threads,
+            self._own.config.threads,
             least=_TURNS,
             most=_MAX_TURNS,
             seconds=_SECONDS_BUDGET,

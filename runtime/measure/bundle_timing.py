@@ -34,6 +34,7 @@ from ...models.user_folders import cache_folder
 from ..devices.processor import machine
 from ..devices.providers import available_devices, choose_device, device_identity
 from ..graph.bound_graph import BoundGraph
+from ..graph.device_loading import on_cpu_text, runs_whole
 from ..graph.model_metadata import ModelMetadata, metadata_of
 from ..graph.open_graph import open_graph
 from ..graph.ort import RUNTIME_VERSION
@@ -315,8 +316,8 @@ def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
         EdgeError: the device cannot run it, runs it wrongly, or runs a part of it only.
     """
     graph = open_graph(bundle, config, cache=True)
-    if not graph.assignments.whole:
-        raise DeviceError(f"it leaves a part of the graph to the CPU: {graph.assignments.on_cpu_text()}")
+    if not runs_whole(graph.on_cpu):
+        raise DeviceError(f"it leaves a part of the graph to the CPU: {on_cpu_text(graph.on_cpu)}")
     bound = bind_filled(graph, bundle)
     bound.whole_logits = False  # as plain decoding of greedy text does
     return bound
@@ -329,8 +330,7 @@ def choose_threads(bundle: Bundle, config: SessionConfig, progress: Progress = s
     `measure_fastest_device`.
     """
     default, *others = thread_candidates()
-    best, busy = default, False
-    seconds: dict[int, float] = {}
+    best, busy, seconds = default, False, dict[int, float]()
     for number, count in enumerate(others):
         progress("comparing numbers of threads", number / len(others))
         meter = LoadMeter(max(best, count))

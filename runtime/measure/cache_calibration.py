@@ -18,14 +18,15 @@ from ...models.bundle import CACHE_SCALES_NAME, Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import MEASURING_OPTIONS
+from ..graph.attention_edits import Rotation
 from ..graph.bound_graph import BoundGraph
-from ..graph.quantized_cache import RotatedPairs, rotated_pairs
+from ..graph.quantized_cache import envelope, key_rotations
 from ..graph.session import SessionConfig
 from ..kv.cache_scales import CacheScales, Floats, KVFormat
 from ..loaded_model import LoadedModel
 from ..prefill import prefill
 from .exactness import SAMPLE_TEXT
-from .measurement_store import MeasurementKey, MeasurementStore, model_id
+from .measurement_store import MeasurementStore, model_id
 from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
 
 CACHE_SCALES: Final = MeasurementStore("kv-scales", 1, CacheScales.from_json, CacheScales.to_json)
@@ -73,7 +74,7 @@ def with_quantized_kv(
             stored = CacheScales.from_json(bundle.json_file(CACHE_SCALES_NAME))
         except ValueError as error:
             raise BundleError(f"{bundle.folder / CACHE_SCALES_NAME} {error}", "export the model again") from error
-    key = MeasurementKey((model_id(bundle),), {"model": bundle.folder.name})
+    key = (model_id(bundle),)
     if stored is None and cache:
         stored = CACHE_SCALES.load(key)
     if stored is None:
@@ -84,13 +85,13 @@ def with_quantized_kv(
 
 
 def calibrated_scales(
-    bound: BoundGraph, pairs: Mapping[str, RotatedPairs], texts: Iterable[npt.NDArray[np.int64]]
+    bound: BoundGraph, rotations: Mapping[str, Rotation | None], texts: Iterable[npt.NDArray[np.int64]]
 ) -> CacheScales:
     """Scales for the keys and values that a model has over texts.
 
     Args:
         bound: the graph with a float cache, whose contents are lost.
-        pairs: how its keys are rotated; see `rotated_pairs`.
+        rotations: how its keys are rotated; see `key_rotations`.
         texts: token ids, int64 `[n]` each, at least one.
 
     Raises:
@@ -107,7 +108,8 @@ def calibrated_scales(
             for tensor, index in zip(stack, members, strict=True):
                 name, values = names[index], tensor[0].astype(np.float32, copy=False)
                 # Of rotated keys, the sizes at any position.
-                sizes = pairs[name].envelope(values) if name in pairs else np.abs(values).max(axis=1, initial=0.0)
+                is_key = name in rotations
+                sizes = envelope(values, rotations[name]) if is_key else np.abs(values).max(axis=1, initial=0.0)
                 largest[name] = np.maximum(largest.get(name, sizes), sizes)
     bound.arena.rewind_to(0)
     return CacheScales.of_largest({name: MARGIN * sizes for name, sizes in largest.items()})
@@ -117,7 +119,7 @@ def _measured(
     bundle: Bundle, config: SessionConfig, context: int | None, cache: bool, progress: Progress
 ) -> CacheScales:
     """Scales measured on texts that the model samples with a float cache, and on the sample text."""
-    pairs = rotated_pairs(bundle.graph)
+    rotations = key_rotations(bundle.graph)
     progress(_STAGE, 0.0)
     model = LoadedModel(
         bundle, config, MEASURING_OPTIONS.changed({"cache": cache, "context": context, "parallel": SAMPLED_TOGETHER})
@@ -127,7 +129,7 @@ def _measured(
         texts = sampler.texts(_TOKENS, lambda fraction: progress(_STAGE, 0.9 * fraction))
         sample = model.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True) or [0]
         texts.append(np.array(sample[: model.context], np.int64))
-        return calibrated_scales(model.new_sequence().bound, pairs, texts)
+        return calibrated_scales(model.new_sequence().bound, rotations, texts)
     finally:
         model.close()
         progress(_STAGE, 1.0)

@@ -7,17 +7,17 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object, record_from_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
-from ...models.user_folders import cache_folder, make_private
+from ...models.user_folders import cache_folder
 from ...version import __version__
 from ..devices.chip import chip_name, running_architecture
 from ..devices.processor import default_threads, machine
@@ -33,14 +33,9 @@ _MAX_FILES: Final = 200
 MeasurementT = TypeVar("MeasurementT")
 
 
-@dataclass(frozen=True)
-class MeasurementKey:
-    """Identifies what was measured and under which conditions."""
-
-    parts: tuple[object, ...]
-    """Everything that the measurement depends on; values with a `repr` that identifies them."""
-    description: Mapping[str, object]
-    """Fields that are added to the file for people who read it."""
+MeasurementKey: TypeAlias = tuple[object, ...]
+"""Everything that a measurement depends on: what was measured, and under which conditions. Each has a `repr` that
+identifies it."""
 
 
 def model_key(bundle: Bundle, config: SessionConfig, *more: object) -> MeasurementKey:
@@ -48,10 +43,8 @@ def model_key(bundle: Bundle, config: SessionConfig, *more: object) -> Measureme
     threads = config.threads or default_threads()
     power = (config.power.value,) if config.power.saves else ()
     kv = () if config.kv is KVFormat.FLOAT else (f"kv {config.kv.value}",)
-    return MeasurementKey(
-        (model_id(bundle), *device_identity(config.device), threads, RUNTIME_VERSION, machine(), *power, *kv, *more),
-        {"model": bundle.folder.name, "device": str(config.device), "threads": threads},
-    )
+    device = device_identity(config.device)
+    return model_id(bundle), *device, threads, RUNTIME_VERSION, machine(), *power, *kv, *more
 
 
 @dataclass(frozen=True)
@@ -72,13 +65,12 @@ class MeasurementStore(Generic[MeasurementT]):
 
     def file(self, key: MeasurementKey) -> Path:
         """Return the path of the measurement's file, which may not exist."""
-        digest = hashlib.sha256("\0".join(map(repr, (self.format_version, *key.parts))).encode()).hexdigest()
+        digest = hashlib.sha256("\0".join(map(repr, (self.format_version, *key))).encode()).hexdigest()
         return cache_folder() / self.kind / f"{digest[:32]}.json"
 
     def load(self, key: MeasurementKey) -> MeasurementT | None:
         """Return the stored measurement, or None."""
         file = self.file(key)
-        make_private(file.parent)
         try:
             data = parse_json_object(read_regular(file, MAX_JSON_BYTES))
             return record_from_json(self.from_json, data) if isinstance(self.from_json, type) else self.from_json(data)
@@ -88,9 +80,8 @@ class MeasurementStore(Generic[MeasurementT]):
     def save(self, key: MeasurementKey, measurement: MeasurementT) -> Path | None:
         """Store a measurement. Returns its file, or None if the disk refuses it."""
         file = self.file(key)
-        make_private(file.parent)
         try:
-            content = json.dumps({**key.description, **self.to_json(measurement)}, indent=1).encode()
+            content = json.dumps(self.to_json(measurement), indent=1).encode()
             write_atomically(file, content, private=True)
             for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
                 remove(old)

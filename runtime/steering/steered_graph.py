@@ -7,7 +7,6 @@ vector, and no others. Which ones an answer has is decided by inputs, which are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,6 @@ from ..arguments.load_options import LoadOptions
 from ..arguments.search_options import SteeringOptions
 from ..graph.bound_graph import NewTokens, Steering
 from ..graph.graph_choice import STEERED, FurtherGraph
-from ..graph.model_metadata import ModelMetadata
 from ..graph.session import GraphSession
 from .control_vectors import read_control_vector
 from .lora_files import read_lora
@@ -34,7 +32,6 @@ class SteeredGraph(FurtherGraph):
         bundle: the model.
         graph: the file from which its own graph was loaded.
         own: that graph.
-        metadata: what the files beside it say.
         options: names and files of adapters and control vectors.
 
     Raises:
@@ -45,13 +42,9 @@ class SteeredGraph(FurtherGraph):
     name = STEERED
     required = True
 
-    def __init__(
-        self, bundle: Bundle, graph: Path, own: GraphSession, metadata: ModelMetadata, options: LoadOptions
-    ) -> None:
+    def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, options: LoadOptions) -> None:
         self._graph: Final = graph
-        # Idle threads must not spin beside the threads of the model's own graph.
-        self._config: Final = replace(own.config, shares_cores=True)
-        self._metadata: Final = replace(metadata, probe_result=own.probe_result, first_pass_graph=None)
+        self._own: Final = own
         model = SteeredModel(bundle, graph)
         calibration = None if bundle.manifest is None else bundle.manifest.calibration
         if options.lora and calibration is not None and calibration.awq:
@@ -78,7 +71,7 @@ class SteeredGraph(FurtherGraph):
         Raises:
             EdgeError: it cannot be loaded.
         """
-        return GraphSession(self._graph, self._config, self._metadata, model=self._model)
+        return self._own.beside(self._graph, self._model)
 
     def steering(self, options: SteeringOptions) -> Steering | None:
         """The adapter and the control vector of an answer; None for the model itself.

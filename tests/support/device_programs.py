@@ -135,7 +135,7 @@ def compare_rounds(bundle_path: str, rounds: str, device_name: str) -> None:
         "slots": slots,
         "logits": logits,
         "capacities": sorted(capacities),
-        "on_cpu": dict(device.assignments.on_cpu),
+        "on_cpu": dict(device.on_cpu),
         "few_bytes": few,
         "whole_bytes": host_bytes(bound) - before - few,
         "best_equal": bool((best[kept] == whole[kept]).all() and whole[kept].min() >= np.delete(whole, kept).max()),
@@ -181,7 +181,7 @@ def compare_text(bundle_path: str, count: str, device_name: str) -> None:
     plain = text(bound, tokens, None)
     drafted = text(bound, tokens, eager(SuffixDrafter(), RecyclingDrafter(table)))
     found = {
-        "on_cpu": dict(device.assignments.on_cpu),
+        "on_cpu": dict(device.on_cpu),
         "plain_equal": equal_tokens(plain.pop("tokens"), expected["tokens"]),
         "drafted_equal": equal_tokens(drafted.pop("tokens"), expected["tokens"]),
         "plain": plain,

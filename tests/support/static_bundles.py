@@ -92,7 +92,7 @@ def compare_text(bundle: str, prompt: Sequence[int], count: int) -> dict[str, An
         bound.arena.commit(1)
         text.append(int(rows[-1].argmax()))
     expected = np.stack(rows[1:])
-    result: dict[str, Any] = {"entries": dict(config.device.session_entries), "on_cpu": dict(graphs.assignments.on_cpu)}
+    result: dict[str, Any] = {"entries": dict(config.device.session_entries), "on_cpu": dict(graphs.on_cpu)}
     second, best = np.sort(expected)[:, -2:].T
     for width in (1, 4):
         npu = graphs.bind(graphs.arena(limit))

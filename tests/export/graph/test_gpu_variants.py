@@ -20,7 +20,7 @@ from edgerun.models.progress import silent
 from edgerun.models.user_folders import cache_folder
 from edgerun.runtime.devices.providers import Device
 from edgerun.runtime.gpu_graph import rewriting
-from edgerun.runtime.gpu_graph.gpu_variant import has_plain_form, variant_for
+from edgerun.runtime.gpu_graph.rewriting import has_plain_form, variant_for
 from edgerun.runtime.graph.session import SessionConfig
 from support.layouts import LAYOUTS, write_layout
 from support.tiny_models import write_bundle, write_checkpoint

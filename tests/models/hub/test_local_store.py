@@ -1,10 +1,9 @@
-"""Names in the store of downloaded models: short enough for Windows, and old ones are found."""
+"""Names in the store of downloaded models: short enough for Windows."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 
@@ -65,26 +64,6 @@ def test_what_was_stored_under_short_names_is_found(root: Path) -> None:
     store.remove()
     assert list(root.iterdir()) == []
     assert stores() == []
-
-
-def test_what_older_versions_stored_under_whole_names_is_found(root: Path) -> None:
-    repo, source = "org-of-many-words/name-of-a-model-with-many-many-words-and-more", f"onnx/{'m' * 60}.onnx"
-    short = store_model(repo, source=source)
-    commit_folder, repo_folder = short.parent, short.parent.parent
-    ref = next((repo_folder / "refs").iterdir())
-    short.rename(commit_folder / source.removesuffix(".onnx").replace("/", "--"))
-    commit_folder.rename(repo_folder / COMMIT)
-    ref.rename(ref.with_name(quote(REVISION, safe="")))
-    (repo_folder / "id").unlink()
-    old = repo_folder.rename(root / repo.replace("/", "--"))
-    store = Store(repo)
-    assert store.commit_of(REVISION) == COMMIT
-    assert store.listing(COMMIT) is not None
-    assert (found := store.downloaded(COMMIT, source)) is not None
-    assert found.folder.parent.parent == old
-    assert [each.repo for each in stores()] == [repo]
-    assert store_model(repo, source=source) == found.folder
-    assert list(root.iterdir()) == [old]
 
 
 def test_names_are_shortened_only_where_they_are_too_long() -> None:

@@ -58,7 +58,7 @@ from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.graph.static_variants import StaticGraphs
 from support.block_models import answer
 graphs = StaticGraphs(open_bundle(Path(sys.argv[1])), SessionConfig(choose_device("npu"), 1), cache=False)
-assert not graphs.assignments.on_cpu
+assert not graphs.on_cpu
 print(json.dumps([answer(graphs, {PROMPT}, rule) for rule in {RULES}]))
 """
     usual = float_graph(bundle)

@@ -41,7 +41,7 @@ for name, model in (("variant", variant), ("original", editor.serialized()))[: 1
         "plain": float(np.abs(got.plain - expected.plain).max()),
         "tree": float(np.abs(got.tree - expected.tree).max()),
         "ranked": got.best is not None and bool((got.best == ranking).all()),
-        "on_cpu": dict(session.assignments.on_cpu),
+        "on_cpu": dict(session.on_cpu),
     }
 print(json.dumps(found))
 """

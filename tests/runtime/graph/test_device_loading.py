@@ -9,7 +9,7 @@ import pytest
 
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import Device
-from edgerun.runtime.graph.device_loading import Assignments
+from edgerun.runtime.graph.device_loading import on_cpu_text, runs_whole
 from support.devices import (
     require_gpu,
     require_qnn,
@@ -64,7 +64,7 @@ def told(action: str, environment: dict[str, str] | None = None) -> str:
     ("action", "environment", "said"),
     [
         (
-            "[load(choose_device('gpu'))[1].on_cpu, load(choose_device('gpu'))[0].get_providers()]",
+            "[load(choose_device('gpu'))[1], load(choose_device('gpu'))[0].get_providers()]",
             None,
             "[{}, ['WebGpuExecutionProvider'",
         ),
@@ -126,9 +126,8 @@ tell(ask)
     [({}, True), ({"Shape": 2, "Gather": 1}, True), ({"MatMulNBits": 1}, False), ({"Cast": 1, "QMoE": 1}, False)],
 )
 def test_a_device_has_the_whole_graph_if_it_runs_what_reads_weights(on_cpu: dict[str, int], whole: bool) -> None:
-    assignments = Assignments(on_cpu)
-    assert assignments.whole is whole
-    assert assignments.on_cpu_text() == ", ".join(f"{count} {name}" for name, count in sorted(on_cpu.items()))
+    assert runs_whole(on_cpu) is whole
+    assert on_cpu_text(on_cpu) == ", ".join(f"{count} {name}" for name, count in sorted(on_cpu.items()))
 
 
 def test_devices_are_told_apart_by_provider_and_index() -> None:

@@ -14,10 +14,9 @@ from edgerun.errors import BundleError
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph.bound_graph import BoundGraph, NewTokens
-from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph, is_consecutive
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.model_metadata import metadata_of
-from edgerun.runtime.graph.plain_passes import is_consecutive
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.prefill import prefill
 

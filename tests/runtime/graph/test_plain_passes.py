@@ -17,10 +17,10 @@ from edgerun.runtime.devices.providers import CPU_PROVIDER, Device, cpu_device
 from edgerun.runtime.gpu_graph import rewriting
 from edgerun.runtime.gpu_graph.rewriting import CUDA, WEBGPU, GpuForm, gpu_graph
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.graph.graph_choice import ChosenGraphs
+from edgerun.runtime.graph.graph_choice import ChosenGraphs, TreeGraph, runs_trees_beside
+from edgerun.runtime.graph.introspection import read_graph_io
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.open_graph import open_graph
-from edgerun.runtime.graph.plain_passes import TreeGraph, read_graph_io, runs_trees_beside
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from support.devices import require_webgpu, run_json_script
 from support.gpu_passes import TREE

@@ -18,9 +18,10 @@ from edgerun.models.bundle import Bundle, open_bundle
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
+from edgerun.runtime.graph.attention_edits import Rotation
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.open_graph import open_graph
-from edgerun.runtime.graph.quantized_cache import RotatedPairs, rotated_pairs
+from edgerun.runtime.graph.quantized_cache import envelope, key_rotations
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.kv.cache_scales import CacheScales, KVFormat
 from edgerun.runtime.measure.cache_calibration import (
@@ -44,7 +45,7 @@ def bound_to(bundle: Path, scales: CacheScales | None = None) -> BoundSession:
 
 
 def scales_of(bundle: Path, texts: Sequence[Sequence[int]] = (TEXT,)) -> CacheScales:
-    pairs = rotated_pairs(bundle / "model.onnx")
+    pairs = key_rotations(bundle / "model.onnx")
     return calibrated_scales(bound_to(bundle), pairs, [np.array(text) for text in texts])
 
 
@@ -149,11 +150,8 @@ def test_keys_stay_within_the_scales_at_every_position() -> None:
     random = np.random.default_rng(0)
     keys = random.standard_normal((2, 5, 10)).astype(np.float32)
     angles = random.uniform(0, 7, (200, 1, 1, 4))
-    for pairs, first, second in (
-        (RotatedPairs(8), slice(0, 4), slice(4, 8)),
-        (RotatedPairs(8, interleaved=True), slice(0, 8, 2), slice(1, 8, 2)),
-    ):
-        largest = pairs.envelope(keys)
+    for interleaved, first, second in ((False, slice(0, 4), slice(4, 8)), (True, slice(0, 8, 2), slice(1, 8, 2))):
+        largest = envelope(keys, Rotation((), 8, interleaved))
         turned = np.broadcast_to(keys, (200, *keys.shape)).copy()
         before = turned[..., first].copy(), turned[..., second].copy()
         turned[..., first] = before[0] * np.cos(angles) - before[1] * np.sin(angles)
@@ -167,18 +165,19 @@ def test_keys_stay_within_the_scales_at_every_position() -> None:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("llama", {RotatedPairs(16)}),
-        ("phi3", {RotatedPairs(16)}),
-        ("qwen3_5_text", {RotatedPairs(16)}),  # half of the channels of a head
-        ("granitemoehybrid", {RotatedPairs(0)}),
-        ("qwen3", {RotatedPairs(32)}),
-        ("smollm3", {RotatedPairs(16), RotatedPairs(0)}),
+        ("llama", {16}),
+        ("phi3", {16}),
+        ("qwen3_5_text", {16}),  # half of the channels of a head
+        ("granitemoehybrid", {0}),
+        ("qwen3", {32}),
+        ("smollm3", {16, 0}),
     ],
 )
 def test_rotated_channels_are_read_from_the_graph(
-    family: str, expected: set[RotatedPairs], tiny_bundle_of: Callable[[str, str], Path]
+    family: str, expected: set[int], tiny_bundle_of: Callable[[str, str], Path]
 ) -> None:
-    assert set(rotated_pairs(tiny_bundle_of(family, "fp32") / "model.onnx").values()) == expected
+    rotations = key_rotations(tiny_bundle_of(family, "fp32") / "model.onnx").values()
+    assert {0 if each is None else each.channels for each in rotations} == expected
 
 
 @given(st.integers(0, 2**32 - 1))
