@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_903, 122, 262),
-    "export": (15_765, 135, 177),
-    "runtime": (24_038, 213, 374),
-    "models": (3_314, 30, 40),
+    "edge": (14_904, 122, 262),
+    "export": (15_766, 135, 177),
+    "runtime": (23_908, 208, 371),
+    "models": (3_231, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 4_214, "runtime.engine": 25_151, "edge.cli.run": 26_298}
+CLOSURES = {"runtime.decode": 4_209, "runtime.engine": 24_937, "edge.cli.run": 26_087}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
