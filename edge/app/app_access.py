@@ -26,7 +26,7 @@ from starlette.types import Scope
 
 from ...errors import EdgeError
 from ...models.atomic import write_atomically
-from ...models.file_system import locked
+from ...models.file_system import locked, remove
 from ...models.user_folders import make_private_folder
 from ..server.asgi_app import content_type_refusal
 from ..server.http_protocol import JsonResponse, RefusedError, UnreadBodyResponse
@@ -174,17 +174,12 @@ def join_running_app(stack: ExitStack, folder: Path) -> str | None:
     """
     make_private_folder(folder)
     endpoint, until = folder / _ENDPOINT_FILE, time.monotonic() + _START_S
-
-    def forget() -> None:
-        with suppress(OSError):
-            endpoint.unlink(missing_ok=True)
-
     while True:
         with suppress(TimeoutError):
             stack.enter_context(locked(folder / "app.lock", 0.0))
             # What a killed app has left names a port that may be another program's now.
             endpoint.unlink(missing_ok=True)
-            stack.callback(forget)
+            stack.callback(remove, endpoint)
             return None
         # An app that has just started has no file yet, and one that is ending gives out no tokens.
         with suppress(OSError, ValueError, KeyError, TypeError):

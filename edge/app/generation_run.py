@@ -18,9 +18,8 @@ from ...runtime.scheduling.request_run import Cancellation, Run
 from ...runtime.tools.answer_parts import AnswerParts
 from ..conversations.answering import (
     END_STATES,
-    fit_context,
+    fit_answers,
     is_small_talk,
-    read_with_passages,
     stats_object,
     takes_calls,
 )
@@ -158,24 +157,20 @@ class GenerationRun:
         if engine.template is None:
             raise InputError(f"{self._model} has no chat template, so it cannot chat", "choose another model")
         first = generations[0]
-        text, tokens, rounds = first.content, first.tokens or [], first.rounds
+        text, tokens = first.content, first.tokens or []
         if self._own_tokens and tokens and tokens[-1].get("id") in engine.tokenizer.eos:  # the user has chosen the end
             ended = engine.tokenizer.decode([token["id"] for token in tokens[:-1]])
             first.begin(AnswerParts(ended), tokens[:-1])
             first.state = MessageState.COMPLETE
             yield first
             return
-        conversation = self._context.store.conversation(first.conversation)
-        options = self._options(conversation.sampling, engine, generations)
+        sampling = self._context.store.conversation(first.conversation).sampling
+        options = self._options(sampling, engine, generations)
         asked = [each.message for each in generations]
-        messages, no_passage = read_with_passages(
-            engine, self._context.store, asked, options, self._progress, cancellation, self._context.embedding_model
-        )
+        store, embedding_model = self._context.store, self._context.embedding_model
+        fit = fit_answers(engine, store, asked, options, self._progress, cancellation, embedding_model, first.rounds)
         for each in generations:
-            each.message = replace(each.message, passages=messages[-1].passages)
-        if rounds:
-            messages.append(replace(first.message, content="", rounds=rounds))
-        fit = fit_context(engine, conversation.system, messages, options)
+            each.message = replace(each.message, passages=fit.passages)
         known = tokens if options.logprobs is not None and (tokens or not text) else None
         with ExitStack() as watching:
             stream = watching.enter_context(cancellation.reading(engine.answer(fit.prompt, options)))
@@ -192,7 +187,7 @@ class GenerationRun:
                 if chunk.finish_reason is not None and chunk.stats is not None:
                     cancelled = chunk.finish_reason is FinishReason.CANCELLED
                     each.state = each.state_if_cancelled if cancelled else END_STATES[chunk.finish_reason]
-                    each.stats = self._stats(stats_object(chunk.stats, fit.trimmed, no_passage=no_passage), engine)
+                    each.stats = self._stats(stats_object(chunk.stats, fit.trimmed, no_passage=fit.no_passage), engine)
                     record_speed(self._context, self._model, chunk.stats)
                     yield each
         if any(each.state is None for each in generations):

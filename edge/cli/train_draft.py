@@ -101,15 +101,11 @@ def _request(target: str, out: Path, text: Sequence[Path], options: DraftTrainin
         held_out=tuple(conversations[:kept]),
         rounding=rounded,
         training=TrainOptions(
-            steps=options.steps,
-            minutes=options.minutes,
-            batch_tokens=options.batch_tokens,
+            **{name: getattr(options, name) for name in ("steps", "minutes", "batch_tokens", "seed", "evaluate_every")},
             matrix_rate=options.learning_rate,
             other_rate=options.learning_rate,
             warmup=min(100, options.steps // 10),
             average=0.99,
-            seed=options.seed,
-            evaluate_every=options.evaluate_every,
         ),
     )
 

@@ -21,7 +21,9 @@ from ...runtime.text.messages import ChatPrompt
 from ..documents.retrieval import CHARACTERS_PER_TOKEN, attached_file, find_passages
 from .records import (
     Attachment,
+    CallRound,
     MessageState,
+    Passage,
     Role,
     StoredMessage,
     message_text,
@@ -88,6 +90,10 @@ class ContextFit:
     """Tokens that stay free for the answer."""
     trimmed: tuple[str, ...]
     """Ids of the messages that were left out."""
+    passages: tuple[Passage, ...] = ()
+    """What the answers are given to read of documents."""
+    no_passage: bool = False
+    """Whether nothing was found in the documents."""
 
 
 def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], options: GenerateOptions) -> ContextFit:
@@ -134,7 +140,7 @@ def fit_context(engine: Engine, system: str, messages: Sequence[StoredMessage], 
     return ContextFit(prompts[kept], tokens, context, max(min(reserve, context - tokens), 0), left_out)
 
 
-def read_with_passages(
+def fit_answers(
     engine: Engine,
     store: ConversationStore,
     answers: Sequence[StoredMessage],
@@ -142,17 +148,15 @@ def read_with_passages(
     progress: Progress,
     cancellation: Cancellation,
     embedding_model: str | None,
-) -> tuple[list[StoredMessage], bool]:
-    """The messages up to the one that answers are written to, with the passages that these are given to read.
+    rounds: Sequence[CallRound],
+) -> ContextFit:
+    """The messages that answers are written to, with passages of documents and the calls that the answers have made.
 
     Passages that an answer has stay; others are found in the documents of the conversation and in the files that
     `without_long_files` takes out, and kept with it.
 
-    Returns:
-        The messages, and whether nothing was found in the documents.
-
     Raises:
-        EdgeError: as for `find_passages`; or the file of conversations cannot be written.
+        EdgeError: as for `find_passages` and `fit_context`; or the file of conversations cannot be written.
     """
     first = store.message(answers[0].id)
     conversation = store.conversation(first.conversation)
@@ -179,7 +183,11 @@ def read_with_passages(
         )
     for each in answers if passages != first.passages else ():
         store.set_passages(each.id, passages)
-    return [*before, replace(question, passages=passages)], bool(paths) and not passages
+    messages = [*before, replace(question, passages=passages)]
+    if rounds:
+        messages.append(replace(first, content="", rounds=tuple(rounds)))
+    fit = fit_context(engine, conversation.system, messages, options)
+    return replace(fit, passages=passages, no_passage=bool(paths) and not passages)
 
 
 def without_long_files(

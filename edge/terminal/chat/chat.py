@@ -17,11 +17,9 @@ from ....runtime.result import Stats
 from ...cli.run import RunOptions
 from ...conversations.answering import (
     END_STATES,
-    ContextFit,
-    fit_context,
+    fit_answers,
     is_small_talk,
     model_messages,
-    read_with_passages,
     stats_object,
     takes_calls,
     without_long_files,
@@ -281,21 +279,6 @@ class Chat:
         if is_bundled(self.model.engine):
             self.note(INTRODUCTION)
 
-    def _fit(self, branch: Sequence[StoredMessage], options: GenerateOptions) -> ContextFit:
-        """The messages that fit the context; says when older ones are left out.
-
-        Raises:
-            EdgeError: the last one does not fit, or the template refuses them.
-        """
-        fit = fit_context(self.model.engine, self.conversation.fields.system, branch, options)
-        before, self._trimmed = self._trimmed, len(fit.trimmed)
-        if self._trimmed > before:
-            self.note(
-                f"the conversation is longer than the context of {fit.context} tokens: the model no longer reads the "
-                f"first {self._trimmed} messages"
-            )
-        return fit
-
     def _write(self, answer: ChatAnswer) -> None:
         """Write an answer, and make the calls of tools that it asks for.
 
@@ -337,13 +320,17 @@ class Chat:
         parts = {"answer_start": answer.content, "tools": tools, "parse_answer": bool(tools)}
         options = self.options().changed(parts)
         progress, embedding_model = self.model.progress, self.chosen.embedding_model
+        asked, cancellation = [answer.message], answer.cancellation
         with progress:
-            messages, no_passage = read_with_passages(
-                engine, self.store, [answer.message], options, progress, answer.cancellation, embedding_model
+            fit = fit_answers(
+                engine, self.store, asked, options, progress, cancellation, embedding_model, answer.rounds
             )
-        if answer.rounds:
-            messages.append(replace(answer.message, content="", rounds=answer.rounds))
-        fit = self._fit(messages, options)
+        before, self._trimmed = self._trimmed, len(fit.trimmed)
+        if self._trimmed > before:
+            self.note(
+                f"the conversation is longer than the context of {fit.context} tokens: the model no longer reads the "
+                f"first {self._trimmed} messages"
+            )
         stream = engine.answer(fit.prompt, options)
         view = RawView() if self.raw else MarkdownView(self.console)
         answer.begin(stream.start_parts, None)
@@ -352,7 +339,7 @@ class Chat:
                 view.write(answer.add(chunk))
                 if chunk.stats is not None and chunk.finish_reason is not None:
                     answer.last_stats, answer.state = chunk.stats, END_STATES[chunk.finish_reason]
-                    answer.stats = stats_object(chunk.stats, fit.trimmed, no_passage=no_passage)
+                    answer.stats = stats_object(chunk.stats, fit.trimmed, no_passage=fit.no_passage)
 
     def _report(self, answer: ChatAnswer) -> None:
         """Say how an answer ended."""
