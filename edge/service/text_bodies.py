@@ -215,7 +215,9 @@ class TokenizeBody(StrictStruct):
 
     content: Annotated[str | None, about("The text, as llama.cpp names it.")] = None
     prompt: Annotated[str | None, about("The text, as vLLM names it.")] = None
-    messages: Annotated[list[AnyMessage] | None, about("A conversation instead of a text.")] = None
+    messages: Annotated[
+        Annotated[list[AnyMessage], Meta(min_length=1)] | None, about("A conversation instead of a text.")
+    ] = None
     model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
     add_special: Annotated[bool | None, about("Whether a text gets special tokens; not by default.")] = None
     add_special_tokens: Annotated[bool | None, about("Another name of add_special.")] = None
@@ -225,7 +227,7 @@ class TokenizeBody(StrictStruct):
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("What the chat template reads besides.")] = None
 
     def request(self) -> TokenizeBody:
-        """The body, whose messages are checked, with one name for what has two."""
+        """The body, with one name for what has two."""
         text = self.content = same(self, "content", "prompt")
         self.add_special = same(self, "add_special", "add_special_tokens")
         self.with_pieces = same(self, "with_pieces", "return_token_strs")
@@ -237,15 +239,13 @@ class TokenizeBody(StrictStruct):
                 param="content",
             )
         check_option("template_variables", self.chat_template_kwargs, "chat_template_kwargs")
-        if self.messages is not None:
-            conversation(self.messages)
         return self
 
     def encode(self, engine: Engine) -> list[int]:
         """The token ids.
 
         Raises:
-            RequestError: there are too many tools.
+            RequestError: there are too many tools or messages, or fields of a message do not fit together.
             TemplateError: the model has no chat template, or it refuses the messages.
         """
         if self.messages is None:
