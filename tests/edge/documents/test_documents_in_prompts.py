@@ -15,7 +15,7 @@ import pytest
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.edge.cli.main import main
-from edgerun.edge.conversations.answering import fit_context, read_with_passages, without_long_files
+from edgerun.edge.conversations.answering import fit_answers, without_long_files
 from edgerun.edge.conversations.records import (
     Attachment,
     MessageState,
@@ -138,11 +138,10 @@ def test_passages_take_what_a_conversation_leaves_or_half(
         for role, text in (("user", "in " * words), ("assistant", "to " * words), ("user", QUESTION)):
             parent = store.add_message(conversation.id, parent, role, text).id
         answer = store.add_message(conversation.id, parent, "assistant", "", state=MessageState.WRITING)
-        messages, none = read_with_passages(engine, store, [answer], options, silent, Cancellation(), "none")
-        fit = fit_context(engine, "", messages, options)
-    assert not none
-    assert ANSWER in messages[-1].passages[0].text
-    assert (len(messages), len(fit.trimmed)) == (3, trimmed)
+        fit = fit_answers(engine, store, [answer], options, silent, Cancellation(), "none", ())
+    assert not fit.no_passage
+    assert ANSWER in fit.passages[0].text
+    assert (len(fit.prompt.messages), len(fit.trimmed)) == (3 - trimmed, trimmed)
 
 
 def test_files_of_messages_that_do_not_fit_are_documents(engine: Engine) -> None:
