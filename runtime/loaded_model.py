@@ -107,13 +107,15 @@ class LoadedModel:
         self.tokenizer: Final = TextTokenizer(bundle, graph.graph_io.vocab_size)
         self.template: Final = load_template(bundle, self.tokenizer)
         written = "" if self.template is None else self.template.written
-        self.vision: Final = open_vision(bundle, config, graph, cache=options.cache, share=options.lossy_image_tokens)
-        """What sees the images of messages; None for a model that reads text alone."""
         self.answer_format: Final = AnswerFormat(written, options.tool_format, self.tokenizer)
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model_defaults(bundle)
         room = _CACHES_SHARE * available_memory() if self.device.kind is DeviceKind.CPU else math.inf
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting, room)
+        self.vision: Final = open_vision(
+            bundle, config, graph, self.queue, cache=options.cache, share=options.lossy_image_tokens
+        )
+        """What sees the images of messages; None for a model that reads text alone."""
         self.shared_passes: Final = graph.share_passes(options.parallel, self.queue.gather)
         """What runs the passes of simultaneous answers; if they take turns, why."""
         self.overflow: Final = options.overflow
@@ -148,6 +150,8 @@ class LoadedModel:
             self.shared_passes.close()
         self.drafters.close()
         self._formats.close()
+        if self.vision is not None:
+            self.vision.close()
         self._graph = self._anchor = None
         self.prefixes.wait()
         self.prefixes.clear()

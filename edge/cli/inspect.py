@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 from rich.table import Table
 
 from ...models.bundle import Bundle
 from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
+from ...models.onnx_file.model_messages import ELEMENT_TYPES, attribute_values, read_model
+from ...models.onnx_file.wire import external_files
 from ...models.pairing import find_draft
 from ...models.user_text import format_bytes
 from ...runtime.arguments.load_options import LoadOptions
@@ -20,6 +26,7 @@ from ...runtime.devices.providers import choose_device
 from ...runtime.graph.graph_io import CacheMode, GraphIO
 from ...runtime.graph.open_graph import open_graph, prompt_graph_obstacle
 from ...runtime.graph.session import SessionConfig
+from ...runtime.images.image_processors import processor_of, suits_images
 from ...runtime.int8_prompts.int8_graph_files import int8_graph_plan
 from ...runtime.kv.state_buffers import StatePart
 from ...runtime.measure.device_choice import chosen_threads
@@ -38,6 +45,10 @@ from .shared_options import AsJson, ModelArgument, OptionsOf, takes_options
 from .tune import context_label, describe_cost, doubt_text, named_bundle, prompt_facts, prompt_text
 from .verify import exactness_summary
 
+_SIDE: Final = 448
+"""Pixels of a side of the image whose tokens are counted."""
+_FLOATS: Final[Mapping[int, str]] = {ELEMENT_TYPES[np.dtype(f"f{size}")]: f"fp{8 * size}" for size in (2, 4)}
+"""Formats of weights by ONNX's number of their element type."""
 _FLOAT_BITS: Final = 16
 """Weights of this many bits or more are not quantized."""
 _FIGURE_NAMES: Final = {
@@ -122,6 +133,8 @@ def _described_model(bundle: Bundle, config: SessionConfig) -> dict[str, Any]:
     }
     if manifest is not None:
         facts |= _manifest_facts(manifest)
+    if bundle.vision is not None and suits_images(bundle, graph_io):
+        facts["images"] = _images(bundle.vision, bundle)
     facts["draft"] = _draft(bundle)
     return facts | _measured(bundle, config, graph_io)
 
@@ -173,6 +186,25 @@ def _given(record: VariantFile | WeightFormat) -> dict[str, Any]:
     """The fields of a record that have a value, as plain values."""
     given = {name: value for name, value in asdict(record).items() if value}
     return {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+
+
+def _images(vision: Path, bundle: Bundle) -> dict[str, Any]:
+    """The family of a model that sees, the tokens of an image, and the format and the bytes of its vision tower."""
+    graph, tokens = read_model(vision).graph, None
+    if find_spec("PIL") is not None:
+        from PIL.Image import new
+
+        tokens = sum(processor_of(bundle).process(new("RGB", (_SIDE, _SIDE))).tokens)
+    bits = [attribute_values(each).get("bits", 4) for each in graph.node if each.op_type == "MatMulNBits"]
+    largest = max(graph.initializer, key=lambda each: math.prod(each.dims), default=None)
+    kind = None if largest is None or bits else _FLOATS.get(largest.data_type)
+    files = [vision, *(vision.parent / name for name in external_files(vision))]
+    return {
+        "family": bundle.family,
+        f"tokens_of_{_SIDE}_x_{_SIDE}": tokens,
+        "tower": kind or f"int{bits[0] if bits else 8}",
+        "bytes": sum(each.stat().st_size for each in files),
+    }
 
 
 def _draft(bundle: Bundle) -> dict[str, Any] | None:
@@ -293,6 +325,12 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
+def _images_text(images: Mapping[str, Any]) -> str:
+    family, tokens, tower, size = images.values()
+    counted = "" if tokens is None else f", {tokens} tokens for {_SIDE} x {_SIDE} pixels"
+    return f"{family}{counted}, {tower} tower of {format_bytes(size)}"
+
+
 _SHOWN_IF_ANY: Final = frozenset(("state_layers", "bits_per_weight_read", "pass_costs_doubt"))
 """Facts that are shown only where they apply."""
 _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
@@ -302,6 +340,7 @@ _FORMATTERS: Final[Mapping[str, Callable[[Any], str]]] = {
     "parity": _parity_text,
     "variants": _variants_text,
     "files": lambda files: ", ".join(f"{name} {format_bytes(size)}" for name, size in files.items()),
+    "images": _images_text,
     "draft": _draft_text,
     "calibration": _calibration,
     "pass_costs": _pass_costs,

@@ -21,7 +21,8 @@ class Projector(Enum):
     AVERAGE_POOL = auto()
     """The mean of neighbouring tokens, then an RMS norm and a matrix (Gemma 3)."""
     PATCH_MERGER = auto()
-    """The channels of a square of tokens side by side, then two linears (Qwen-VL)."""
+    """The channels of a square of tokens side by side, then two linears (Qwen-VL, LFM2-VL). Towers with it keep images
+    in about their size, so that patches come one after another."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,9 @@ class VisionFamily:
     output: str = "self_attn.out_proj"
     mlp: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
     """Modules of the feed-forward; of three, the first gates the second."""
-    native: bool = False
-    """Whether images keep about their size, so that patches come one after another."""
-    rotary: bool = True
-    """Whether patches of images in native resolution have rotary positions."""
+    siglip2: bool = False
+    """Whether it is SigLIP 2: no rotary positions, a norm behind the layers, and a norm over a whole square in its
+    `PATCH_MERGER`, which some checkpoints lack."""
     rms_norms: bool = False
     """Whether norms are RMS norms without biases."""
     patches: str = "embeddings.patch_embedding"
@@ -51,10 +51,6 @@ class VisionFamily:
     """Module of the learned position embeddings; None for a tower without."""
     merger: tuple[str, str, str] = ("", "", "")
     """The norm and the two linears of a `PATCH_MERGER`."""
-    merged_norm: bool = False
-    """Whether that norm is over a whole square; some checkpoints lack it then."""
-    last_norm: str | None = None
-    """Norm behind the layers of a tower of native resolution."""
     merge_size: str = "spatial_merge_size"
     """Setting with the patches of a side of the square that becomes one token."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -96,7 +92,6 @@ QWEN2_5_VL: Final = VisionFamily(
     qkv=("attn.qkv",),
     output="attn.proj",
     mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    native=True,
     rms_norms=True,
     patches="patch_embed.proj",
     positions=None,
@@ -123,7 +118,6 @@ QWEN3_VL: Final = VisionFamily(
     qkv=("attn.qkv",),
     output="attn.proj",
     mlp=("mlp.linear_fc1", "mlp.linear_fc2"),
-    native=True,
     patches="patch_embed.proj",
     positions="pos_embed",
     merger=("norm", "linear_fc1", "linear_fc2"),
@@ -142,11 +136,8 @@ LFM2_VL: Final = VisionFamily(
     towers=("model.vision_tower.vision_model", "model.vision_tower"),
     projectors=("model.multi_modal_projector",),
     projector=Projector.PATCH_MERGER,
-    native=True,
-    rotary=False,
+    siglip2=True,
     merger=("layer_norm", "linear_1", "linear_2"),
-    merged_norm=True,
-    last_norm="post_layernorm",
     merge_size="downsample_factor",
     settings={"num_position_embeddings": "num_patches"},
     defaults={"num_patches": 256, "temporal_patch_size": 1},

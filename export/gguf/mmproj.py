@@ -10,26 +10,8 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from ...models.gguf_header import AGAIN, GgufHeader, read_gguf_header
+from ..architectures.vision import GEMMA3, IDEFICS3, LFM2_VL, QWEN2_5_VL, QWEN3_VL, VisionFamily
 
-_SIGLIP_LAYER: Final = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_out": "self_attn.out_proj",
-    "ln1": "layer_norm1",
-    "ln2": "layer_norm2",
-    "ffn_up": "mlp.fc1",
-    "ffn_down": "mlp.fc2",
-}
-_QWEN_LAYER: Final = {
-    "attn_qkv": "attn.qkv",
-    "attn_q": "attn.q",
-    "attn_k": "attn.k",
-    "attn_v": "attn.v",
-    "attn_out": "attn.proj",
-    "ln1": "norm1",
-    "ln2": "norm2",
-}
 _LAYER: Final = re.compile(r"v\.(blk|deepstack)\.(0|[1-9]\d{0,3})\.(\w+)")
 _DEEPSTACK: Final = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 _TEMPORAL: Final = 2
@@ -38,7 +20,7 @@ _TEMPORAL: Final = 2
 
 @dataclass(frozen=True)
 class Projector:
-    """How a kind of projector, and of towers with it, is called in a Hugging Face checkpoint."""
+    """A kind of projector, and the model that has it."""
 
     architecture: str
     """The general.architecture of the language model beside it."""
@@ -46,83 +28,70 @@ class Projector:
     text_type: str
     """The model_type of the language model in config.json."""
     placeholder: str
-    layers: str
-    """Module with the layers."""
-    layer: Mapping[str, str]
-    """Modules of a layer, by their names in the file."""
-    outer: Mapping[str, str]
-    """Other modules."""
+    family: VisionFamily
+    """How tower and projector are called in a Hugging Face checkpoint."""
+    modules: Mapping[str, str]
+    """Modules of the projector, by their names in the file."""
+
+    @property
+    def outer(self) -> dict[str, str]:
+        """Modules in a checkpoint, except those of layers, by their names in the file."""
+        family = self.family
+        tower = {"patch_embd": family.patches, "position_embd": family.positions, "post_ln": "post_layernorm"}
+        own = {f"v.{name}": f"{family.towers[0]}.{module}" for name, module in tower.items() if module}
+        return own | {name: f"{family.projectors[0]}.{module}" for name, module in self.modules.items()}
+
+    @property
+    def layer(self) -> dict[str, str]:
+        """Modules of a layer in a checkpoint, by their names in the file."""
+        family = self.family
+        apart = family.qkv if len(family.qkv) == 3 else ("attn.q", "attn.k", "attn.v")
+        names = ["ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_down", "ffn_up", "ffn_gate"]
+        found = dict(zip(names, (*family.norms, *apart, family.output, *reversed(family.mlp)), strict=False))
+        return found if apart is family.qkv else {**found, "attn_qkv": family.qkv[0]}
 
 
-def _siglip(tower: str) -> dict[str, str]:
-    return {
-        "v.patch_embd": f"{tower}.embeddings.patch_embedding",
-        "v.position_embd": f"{tower}.embeddings.position_embedding",
-        "v.post_ln": f"{tower}.post_layernorm",
-    }
-
-
-def _qwen(tower: str, merger: tuple[str, str, str]) -> dict[str, str]:
-    names = dict(zip(("v.post_ln", "mm.0", "mm.2"), (f"{tower}.merger.{each}" for each in merger), strict=True))
-    return {"v.patch_embd": f"{tower}.patch_embed.proj", "v.position_embd": f"{tower}.pos_embed", **names}
-
-
-_IDEFICS3, _GEMMA3, _LFM2 = "model.vision_model", "vision_tower.vision_model", "model.vision_tower.vision_model"
-_QWEN2_5, _QWEN3, _LFM2_PROJECTOR = "visual", "model.visual", "model.multi_modal_projector"
+_QWEN_MERGER: Final = ("v.post_ln", "mm.0", "mm.2")
 PROJECTORS: Final[Mapping[str, Projector]] = {
     "idefics3": Projector(
         architecture="llama",
         model_type="smolvlm",
         text_type="llama",
         placeholder="<image>",
-        layers=f"{_IDEFICS3}.encoder.layers",
-        layer=_SIGLIP_LAYER,
-        outer={**_siglip(_IDEFICS3), "mm.model.fc": "model.connector.modality_projection.proj"},
+        family=IDEFICS3,
+        modules={"mm.model.fc": "modality_projection.proj"},
     ),
     "gemma3": Projector(
         architecture="gemma3",
         model_type="gemma3",
         text_type="gemma3_text",
         placeholder="<image_soft_token>",
-        layers=f"{_GEMMA3}.encoder.layers",
-        layer=_SIGLIP_LAYER,
-        outer={
-            **_siglip(_GEMMA3),
-            "mm.input_projection": "multi_modal_projector.mm_input_projection",
-            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
-        },
+        family=GEMMA3,
+        modules={"mm.input_projection": "mm_input_projection", "mm.soft_emb_norm": "mm_soft_emb_norm"},
     ),
     "qwen2.5vl_merger": Projector(
         architecture="qwen2vl",
         model_type="qwen2_5_vl",
         text_type="qwen2_5_vl_text",
         placeholder="<|image_pad|>",
-        layers=f"{_QWEN2_5}.blocks",
-        layer={**_QWEN_LAYER, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        outer=_qwen(_QWEN2_5, ("ln_q", "mlp.0", "mlp.2")),
+        family=QWEN2_5_VL,
+        modules=dict(zip(_QWEN_MERGER, QWEN2_5_VL.merger, strict=True)),
     ),
     "qwen3vl_merger": Projector(
         architecture="qwen3vl",
         model_type="qwen3_vl",
         text_type="qwen3_vl_text",
         placeholder="<|image_pad|>",
-        layers=f"{_QWEN3}.blocks",
-        layer={**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
-        outer=_qwen(_QWEN3, ("norm", "linear_fc1", "linear_fc2")),
+        family=QWEN3_VL,
+        modules=dict(zip(_QWEN_MERGER, QWEN3_VL.merger, strict=True)),
     ),
     "lfm2": Projector(
         architecture="lfm2",
         model_type="lfm2_vl",
         text_type="lfm2",
         placeholder="<image>",
-        layers=f"{_LFM2}.encoder.layers",
-        layer=_SIGLIP_LAYER,
-        outer={
-            **_siglip(_LFM2),
-            "mm.input_norm": f"{_LFM2_PROJECTOR}.layer_norm",
-            "mm.1": f"{_LFM2_PROJECTOR}.linear_1",
-            "mm.2": f"{_LFM2_PROJECTOR}.linear_2",
-        },
+        family=LFM2_VL,
+        modules=dict(zip(("mm.input_norm", "mm.1", "mm.2"), LFM2_VL.merger, strict=True)),
     ),
 }
 """By clip.projector_type."""
@@ -159,10 +128,11 @@ class Mmproj:
         module, _, kind = name.removesuffix(frame).rpartition(".")
         layer, found = _LAYER.fullmatch(module), self.projector.outer.get(module)
         if layer is not None and layer[1] == "blk" and layer[3] in self.projector.layer:
-            found = f"{self.projector.layers}.{layer[2]}.{self.projector.layer[layer[3]]}"
+            family = self.projector.family
+            found = f"{family.towers[0]}.{family.layers}.{layer[2]}.{self.projector.layer[layer[3]]}"
         elif layer is not None and int(layer[2]) in self.deepstack and layer[3] in _DEEPSTACK:
             number = self.deepstack.index(int(layer[2]))
-            found = f"{_QWEN3}.deepstack_merger_list.{number}.{_DEEPSTACK[layer[3]]}"
+            found = f"{self.projector.family.towers[0]}.deepstack_merger_list.{number}.{_DEEPSTACK[layer[3]]}"
         if found is None:
             raise self.header.wrong(f"{name[:60]!r} is not part of a vision tower of the kind {self.kind}", AGAIN)
         return f"{found}_weight" if module == "mm.input_projection" else f"{found}.{kind}{frame}"

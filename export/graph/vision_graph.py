@@ -41,7 +41,8 @@ def write_vision(
     with WeightFile(folder / VISION_WEIGHTS_NAME) as data:
         weights = Initializers(vision.source, data, lambda _: None)
         nodes = Nodes(decoder, defaultdict(lambda: weight_format), weights)
-        tower = (_NativeTower if vision.family.native else _Tower)(nodes, vision)
+        is_native = vision.family.projector is Projector.PATCH_MERGER
+        tower = (_NativeTower if is_native else _Tower)(nodes, vision)
         tower.append()
         declare = helper.make_tensor_value_info
         graph = GraphProto(
@@ -208,7 +209,7 @@ class _NativeTower(_Tower):
     def append(self) -> None:
         """Append everything between patches and features."""
         nodes, vision = self._nodes, self._vision
-        if vision.family.rotary:
+        if not vision.family.siglip2:
             self._append_rotation()
         states, features = self._patches(), []
         for index in range(vision.layers):
@@ -218,9 +219,9 @@ class _NativeTower(_Tower):
                 features.append(
                     self._merged(f"{vision.tower}.deepstack_merger_list.{number}", states, merged_norm=True)
                 )
-        if vision.family.last_norm is not None:
-            states = self._norm(f"{vision.tower}.{vision.family.last_norm}", states, "normed")
-        merged = self._merged(vision.projector, states, merged_norm=vision.family.merged_norm)
+        if vision.family.siglip2:
+            states = self._norm(f"{vision.tower}.post_layernorm", states, "normed")
+        merged = self._merged(vision.projector, states, merged_norm=vision.family.siglip2)
         nodes.add("Concat", [merged, *features], FEATURES, axis=0)
 
     def _patches(self) -> str:
@@ -229,11 +230,11 @@ class _NativeTower(_Tower):
         module, hidden = f"{vision.tower}.{vision.family.patches}", vision.hidden_size
         side = vision.patch_size
         # SigLIP 2 has a linear whose inputs are pixels with three channels each.
-        shape = (hidden, 3, vision.frames, side, side) if vision.family.rotary else (hidden, side * side * 3)
+        shape = (hidden, side * side * 3) if vision.family.siglip2 else (hidden, 3, vision.frames, side, side)
         vision.source.require(f"{module}.weight", shape)
         kernel = vision.source.read(f"{module}.weight")
-        kernel = (kernel if vision.family.rotary else kernel.reshape(hidden, -1, 3).swapaxes(1, 2)).reshape(hidden, -1)
-        matrix = nodes.constant(f"{module}.weight", np.ascontiguousarray(kernel.T))
+        kernel = kernel.reshape(hidden, -1, 3).swapaxes(1, 2) if vision.family.siglip2 else kernel
+        matrix = nodes.constant(f"{module}.weight", np.ascontiguousarray(kernel.reshape(hidden, -1).T))
         embedded = nodes.add("MatMul", [PIXELS, matrix], "patches")
         if vision.family.positions is not None:
             embedded = nodes.add("Add", [embedded, self._tensor(f"{module}.bias", (hidden,))], "patches.biased")
@@ -271,7 +272,7 @@ class _NativeTower(_Tower):
     def _attend(self, index: int, parts: list[str], name: str) -> str:
         """Append rotation and attention, within windows in some layers."""
         nodes, vision = self._nodes, self._vision
-        if not vision.family.rotary:
+        if vision.family.siglip2:
             return super()._attend(index, parts, name)
         rotated = [
             nodes.add(

@@ -41,7 +41,7 @@ class PromptImages:
     """
 
     def __init__(self, model: VisionModel, images: Sequence[SeenImage], token_ids: Sequence[int]) -> None:
-        self._slots: Final = np.flatnonzero(np.asarray(token_ids, np.int64) == model.token_id)
+        self._slots: Final = np.flatnonzero(np.asarray(token_ids, np.int64) == model.processor.token_id)
         self._ends: Final = np.cumsum([each.tokens for each in images])
         if not images or self._ends[-1] != self._slots.size:
             expected = sum(each.tokens for each in images)

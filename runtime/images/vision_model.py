@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -20,6 +21,8 @@ from ..devices.providers import cpu_device
 from ..graph.graph_choice import IMAGES, ChosenGraphs
 from ..graph.ort import ORT_ERRORS, run_failure
 from ..graph.session import DecoderGraph, SessionConfig, graph_values, load_graph
+from ..scheduling.idle_thread import IdleThread
+from ..scheduling.request_queue import RequestQueue
 from .decoding import decode_image
 from .foreign_tower import tower_inputs
 from .image_processor import Floats, ProcessedImage
@@ -31,13 +34,16 @@ KEPT_BYTES: Final = 256 << 20
 
 
 class VisionModel:
-    """The vision tower of a model, which is loaded for the first image whose features are needed.
+    """The vision tower of a model, which is loaded for the first image whose features are needed, or before, while the
+    engine is idle, where an image is attached to a message that is still being written.
 
     Several threads may use it at a time.
 
     Args:
         bundle: the model, which has a vision graph.
         config: how to run it.
+        queue: the request queue of the engine.
+        load_decoder: loads the graph that takes features.
         cache: whether a tower with 8-bit products may be kept on disk.
         share: share of the tokens of an image that stay; see `image_tokens`.
 
@@ -45,7 +51,16 @@ class VisionModel:
         BundleError: config.json names a family that is not known, or lacks the image token.
     """
 
-    def __init__(self, bundle: Bundle, config: SessionConfig, *, cache: bool, share: float) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        config: SessionConfig,
+        queue: RequestQueue,
+        load_decoder: Callable[[], object],
+        *,
+        cache: bool,
+        share: float,
+    ) -> None:
         self.processor: Final = processor_of(bundle)
         assert bundle.vision is not None  # noqa: S101  see open_vision
         self._graph: Final = bundle.vision
@@ -53,23 +68,13 @@ class VisionModel:
         self._bundle: Final = bundle
         self._cache: Final = cache
         self._config: Final = config
+        self._queue: Final = queue
+        self._load_decoder: Final = load_decoder
         self._session: Any = None
+        self._loading: Final = Lock()
+        self._preloading: IdleThread | None = None
         self._seen: Final[OrderedDict[bytes, SeenImage]] = OrderedDict()
         self._lock: Final = Lock()
-
-    @property
-    def token_id(self) -> int:
-        """Id of the tokens in whose places features stand."""
-        return self.processor.token_id
-
-    @property
-    def placeholder(self) -> str:
-        """What the chat template writes for an image."""
-        return self.processor.placeholder
-
-    def text_of(self, image: bytes) -> str:
-        """What stands for an encoded image in a prompt; errors as for `see`."""
-        return self.see(image).text
 
     def see(self, data: bytes) -> SeenImage:
         """An encoded image as the model sees it, the same object for the same bytes while it is kept.
@@ -83,8 +88,12 @@ class VisionModel:
             if (known := self._seen.get(digest)) is not None:
                 self._seen.move_to_end(digest)
                 return known
-        made = SeenImage(self, digest, self.processor.process(decode_image(data)))
+        image = self.processor.process(decode_image(data))
+        made = SeenImage(self, digest, image)
         with self._lock:
+            if self._preloading is None:
+                self._preloading = IdleThread(self._queue, lambda _: self._preload(image.tiles[0]), "edge-run images")
+                self._preloading.start()
             self._seen[digest] = made
             kept = sum(each.nbytes for each in self._seen.values())
             while kept > KEPT_BYTES and len(self._seen) > 1:
@@ -98,16 +107,34 @@ class VisionModel:
             EdgeError: the graph cannot be loaded, or fails.
         """
         inputs = self.processor.inputs(tile)
-        if self._session is None:
-            self._session = load_graph(self._chosen_graph(inputs), self._config)[0]
-        is_foreign = self._bundle.manifest is None
+        session, is_foreign = self._tower(inputs), self._bundle.manifest is None
         if is_foreign:
-            inputs = tower_inputs(inputs, graph_values(self._session.get_inputs()), self._bundle)
+            inputs = tower_inputs(inputs, graph_values(session.get_inputs()), self._bundle)
         try:
-            features: Floats = self._session.run(None, inputs)[0]
+            features: Floats = session.run(None, inputs)[0]
         except ORT_ERRORS as error:
             raise run_failure("the vision tower", error) from error
         return features.astype(np.float32).reshape(1, -1, features.shape[-1]) if is_foreign else features
+
+    def close(self) -> None:
+        """Abandon work in the background."""
+        if self._preloading is not None:
+            self._preloading.close()
+
+    def _preload(self, tile: npt.NDArray[np.uint8]) -> None:
+        self._tower(self.processor.inputs(tile))
+        self._load_decoder()
+
+    def _tower(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """The session of the tower, loaded now if it is not; `inputs` are those of a tile.
+
+        Raises:
+            EdgeError: it cannot be loaded.
+        """
+        with self._loading:
+            if self._session is None:
+                self._session = load_graph(self._chosen_graph(inputs), self._config)[0]
+            return self._session
 
     def _chosen_graph(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Path:
         """The tower with 8-bit products, where it can have one, else its own graph."""
@@ -119,7 +146,7 @@ class VisionModel:
 
 
 def open_vision(
-    bundle: Bundle, config: SessionConfig, graph: DecoderGraph, *, cache: bool, share: float
+    bundle: Bundle, config: SessionConfig, graph: DecoderGraph, queue: RequestQueue, *, cache: bool, share: float
 ) -> VisionModel | None:
     """The vision tower of a model, beside its loaded graph; None for a model that reads text alone.
 
@@ -129,14 +156,18 @@ def open_vision(
         BundleError: as for `VisionModel`.
         InputError: tokens are to be merged, which graphs of other exporters and devices do not weigh.
     """
-    if not isinstance(graph, ChosenGraphs) or all(each.name != IMAGES for each in graph.further):
+    if not isinstance(graph, ChosenGraphs):
+        return None
+    decoder = next((each for each in graph.further if each.name == IMAGES), None)
+    if decoder is None:
         return None
     if share < 1 and (bundle.manifest is None or config.device != cpu_device()):
         hint = "leave it out, or export the model's checkpoint and run it there"
         raise InputError("lossy_image_tokens is for exports of edge-run on the CPU", hint)
     # Idle threads must not spin beside the threads of the model's own graph.
     config = replace(config, device=cpu_device(), shares_cores=True, kv_scales=None)
-    return VisionModel(bundle, config, cache=cache, share=share)
+    load_decoder = partial(graph.bind_further, decoder, graph.arena(1))
+    return VisionModel(bundle, config, queue, load_decoder, cache=cache, share=share)
 
 
 class SeenImage:

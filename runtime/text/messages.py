@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import InputError, TemplateError
 from ...models.json_file import shown
@@ -15,6 +15,9 @@ from ..images.decoding import data_url, image_bytes
 from ..kv.arena import shared_tokens
 from .chat_template import SPECIAL_TOKENS, ChatTemplate, Message
 from .tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from ..images.vision_model import VisionModel
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -116,17 +119,6 @@ def json_messages(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-class ImageReader(Protocol):
-    """What a model that sees makes of images; see `images.vision_model.VisionModel`."""
-
-    @property
-    def placeholder(self) -> str:
-        """What the chat template writes for an image."""
-
-    def text_of(self, image: bytes) -> str:
-        """What stands for an encoded image in a prompt."""
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -166,7 +158,7 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """What the template reads besides; the names may be any."""
     special_tokens_in_messages: bool = False
-    vision: ImageReader | None = None
+    vision: VisionModel | None = None
     """What reads the images of messages; None for a model that reads text alone."""
 
     @cached_property
@@ -202,7 +194,11 @@ class ChatPrompt:
         if self.vision is None:
             hint = "choose a model that was exported with a vision tower, and run it on the CPU: --device cpu"
             raise InputError("the model reads text alone here, and a message has an image", hint)
-        placeholder, texts, found = self.vision.placeholder, [self.vision.text_of(each) for each in images], 0
+        placeholder, texts, found = (
+            self.vision.processor.placeholder,
+            [self.vision.see(each).text for each in images],
+            0,
+        )
 
         def replaced(token: str) -> str:
             nonlocal found

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ pytest.importorskip("PIL", reason="needs the images extra")
 pytest.importorskip("onnx", reason="needs the export extra")
 pytest.importorskip("starlette", reason="needs the serve extra")
 
+from PIL import Image
+
 import edgerun
 from edgerun import Engine
 from edgerun.edge.conversations.records import Attachment
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.runtime.images.decoding import kept_image
 from support.app_server import ask, new_conversation, post, read, running_app, window
-from support.commands import Capture, Patch, json_of
+from support.commands import Capture, Patch, json_of, output_of
 from support.processes import EDGE_RUN
 from support.rpc_client import rpc
 from support.serving import Served, served
@@ -254,11 +257,26 @@ def test_a_saved_conversation_goes_on_with_an_image(
     assert json_of(capsys, bundle, *arguments)["text"] == expected
 
 
+def test_inspect_says_that_a_model_sees(bundle: Path, engine: Engine, tiny_bundle: Path, capsys: Capture) -> None:
+    found = json_of(capsys, "inspect", bundle, "--json")["images"]
+    assert (found["family"], found["tower"]) == ("smolvlm", "fp32")
+    assert found["bytes"] == sum(path.stat().st_size for path in bundle.glob("vision.onnx*"))
+    picture = BytesIO()
+    Image.new("RGB", (448, 448)).save(picture, "png")
+    assert engine.model.vision is not None
+    assert found["tokens_of_448_x_448"] == engine.model.vision.see(picture.getvalue()).tokens
+    shown = f"smolvlm, {found['tokens_of_448_x_448']} tokens for 448 x 448 pixels, fp32 tower of"
+    assert shown in " ".join(output_of(capsys, "inspect", bundle).split())
+    assert "images" not in json_of(capsys, "inspect", tiny_bundle, "--json")
+
+
 def test_the_terminal_takes_images_by_command_and_by_dropping(
     bundle: Path, engine: Engine, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
     names = ["plain.png", "two words.png", "it's three.png"]
+    seen = {"type": "image", "image": kept_image(IMAGES[0])}
+    tokens = engine.count_tokens([{"role": "user", "content": [seen]}])
     for name, image in zip(names, IMAGES, strict=True):
         (tmp_path / name).write_bytes(image)
     (tmp_path / "page.png").write_text("<html></html>", encoding="utf-8")
@@ -276,12 +294,12 @@ def test_the_terminal_takes_images_by_command_and_by_dropping(
         screen.wait_for(lambda: "> " in screen.output)
         say(f"/image {tmp_path}/missing.png", "No such file")
         say(f"/image {tmp_path}/page.png", "an image cannot be read")
-        say(f"/image {tmp_path}/plain.png", "plain.png: goes with the next message")
-        say(f"'{tmp_path}/two words.png' {TEXT}", "two words.png: goes with the next message")
+        say(f"/image {tmp_path}/plain.png", f"plain.png: {tokens} tokens")
+        say(f"'{tmp_path}/two words.png' {TEXT}", "two words.png: ")
         answered()
         say("/new", "new conversation")
         escaped = str(tmp_path / "it's three.png").replace("'", "\\'").replace(" ", "\\ ")
-        say(escaped, "three.png: goes with the next message")
+        say(escaped, "goes with the next message")
         say(TEXT, "\n")
         answered()
         say("/image", "/image needs a file")

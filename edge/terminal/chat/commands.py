@@ -264,9 +264,10 @@ class MessageCommands:
         self._attach_image(typed_path(argument))
 
     def _attach_image(self, path: Path) -> None:
-        data = image_bytes({"type": "image", "image": path}, "/image")
-        self._chat.attachments.append(Attachment(path.name, "", kept_image(data)))
-        self._chat.note(f"{path.name}: goes with the next message")
+        kept, engine = kept_image(image_bytes({"type": "image", "image": path}, "/image")), self._chat.model.engine
+        tokens = engine.count_tokens([{"role": "user", "content": [{"type": "image", "image": kept}]}])
+        self._chat.attachments.append(Attachment(path.name, "", kept))
+        self._chat.note(f"{path.name}: {tokens} tokens, of a context of {engine.context}; goes with the next message")
 
     def without_dropped_images(self, text: str) -> str:
         """Attach the image files whose paths a text begins with, as a terminal writes them where a file is dropped on

@@ -17,11 +17,13 @@ import edgerun
 from edgerun import Engine, GenerateOptions, InputError, Speculation, TemplateError
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
 from edgerun.runtime.graph.bound_graph import NewTokens
+from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.images.prompt_images import PromptImages
 from edgerun.runtime.images.vision_model import VisionModel
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.commands import Capture, Patch, fails, json_of
 from support.vision_models import FAMILIES, image_token_id, random_image, write_vision_checkpoint
+from support.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
@@ -109,6 +111,19 @@ def test_two_images_and_a_second_turn(seeing: Engine) -> None:
     )
 
 
+def test_what_an_attached_image_needs_is_loaded_while_the_engine_is_idle(bundle: Path, seeing: Engine) -> None:
+    question = asked(random_image(12))
+    with edgerun.load(bundle, threads=1) as engine:
+        vision, graph = engine.model.vision, engine.model._graph
+        assert vision is not None
+        assert isinstance(graph, ChosenGraphs)
+        engine.count_tokens("the sea")
+        assert vision._preloading is None
+        assert engine.count_tokens(question) > vision.see(random_image(12)).tokens
+        wait_until(lambda: vision._session is not None and "images" in graph.loaded)
+        assert tokens_of(engine.generate(question, **OPTIONS)) == tokens_of(seeing.generate(question, **OPTIONS))
+
+
 def test_answers_alternate_with_text(seeing: Engine) -> None:
     text = seeing.generate("the sea", **OPTIONS).text
     with_image = seeing.generate(asked(random_image(7)), **OPTIONS).text
@@ -121,7 +136,7 @@ def test_answers_alternate_with_text(seeing: Engine) -> None:
 
 
 def test_the_text_of_a_placeholder_in_a_message_is_text(seeing: Engine) -> None:
-    placeholder = seeing.model.vision.placeholder if seeing.model.vision is not None else ""
+    placeholder = seeing.model.vision.processor.placeholder if seeing.model.vision is not None else ""
     token = seeing.tokenizer.token_id(placeholder)
     written = seeing.chat_prompt(asked(random_image(8), text=f"a {placeholder} b"), GenerateOptions()).ids
     plain = seeing.chat_prompt(asked(random_image(8), text="a b"), GenerateOptions()).ids
@@ -139,7 +154,7 @@ def test_features_stand_in_the_place_of_embeddings(seeing: Engine) -> None:
     images = PromptImages(vision, [vision.see(image)], ids)
     placed = images.placed(NewTokens(ids, np.array([len(ids) - 1])), 0)
     assert placed.images is not None
-    assert placed.images.rows.tolist() == [index for index, each in enumerate(ids) if each == vision.token_id]
+    assert placed.images.rows.tolist() == [index for index, each in enumerate(ids) if each == vision.processor.token_id]
     assert images.placed(NewTokens([token], np.array([0])), len(ids)).images is None
 
 
@@ -147,7 +162,7 @@ def test_passes_and_prefixes_do_not_cut_what_they_must_not(seeing: Engine) -> No
     vision = seeing.model.vision
     assert vision is not None
     seen = [vision.see(random_image(number)) for number in (10, 11)]
-    slot = vision.token_id
+    slot = vision.processor.token_id
     ids = [1, 2, *[slot] * seen[0].tokens, 3, *[slot] * seen[1].tokens, 4, 5]
     images = PromptImages(vision, seen, ids)
     first, second = 2, 3 + seen[0].tokens

@@ -159,7 +159,7 @@ def test_the_context_ends_where_all_tokens_would_end_it(bundle: Path) -> None:
         assert vision is not None
         left_out = 0 if vision.processor.axes is not None else stats.merged_tokens
         assert stats.prompt_tokens + stats.completion_tokens + left_out in (128, 129)
-        slot = vision.token_id
+        slot = vision.processor.token_id
         seen = vision.see(random_image(6))
         with pytest.raises(InputError, match="begins with an image"):
             PromptImages(vision, [seen], [*[slot] * seen.tokens, 1])
