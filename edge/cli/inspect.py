@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -11,13 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from rich.table import Table
 
 from ...models.bundle import Bundle
 from ...models.graph_variant import VariantFile
 from ...models.manifest import Manifest, WeightFormat
-from ...models.onnx_file.model_messages import ELEMENT_TYPES, attribute_values, read_model
+from ...models.onnx_file.model_messages import attribute_values, read_model
 from ...models.onnx_file.wire import external_files
 from ...models.pairing import find_draft
 from ...models.user_text import format_bytes
@@ -47,8 +45,8 @@ from .verify import exactness_summary
 
 _SIDE: Final = 448
 """Pixels of a side of the image whose tokens are counted."""
-_FLOATS: Final[Mapping[int, str]] = {ELEMENT_TYPES[np.dtype(f"f{size}")]: f"fp{8 * size}" for size in (2, 4)}
-"""Formats of weights by ONNX's number of their element type."""
+_FORMATS: Final[Mapping[int, str]] = {10: "fp16", 2: "int8", 3: "int8"}
+"""Formats of weights by ONNX's number of an element type that no others have."""
 _FLOAT_BITS: Final = 16
 """Weights of this many bits or more are not quantized."""
 _FIGURE_NAMES: Final = {
@@ -196,13 +194,13 @@ def _images(vision: Path, bundle: Bundle) -> dict[str, Any]:
 
         tokens = sum(processor_of(bundle).process(new("RGB", (_SIDE, _SIDE))).tokens)
     bits = [attribute_values(each).get("bits", 4) for each in graph.node if each.op_type == "MatMulNBits"]
-    largest = max(graph.initializer, key=lambda each: math.prod(each.dims), default=None)
-    kind = None if largest is None or bits else _FLOATS.get(largest.data_type)
+    types = {each.data_type for each in graph.initializer}
+    kind = next((name for number, name in _FORMATS.items() if number in types), "fp32")
     files = [vision, *(vision.parent / name for name in external_files(vision))]
     return {
         "family": bundle.family,
         f"tokens_of_{_SIDE}_x_{_SIDE}": tokens,
-        "tower": kind or f"int{bits[0] if bits else 8}",
+        "tower": f"int{bits[0]}" if bits else kind,
         "bytes": sum(each.stat().st_size for each in files),
     }
 
@@ -327,8 +325,7 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
 
 def _images_text(images: Mapping[str, Any]) -> str:
     family, tokens, tower, size = images.values()
-    counted = "" if tokens is None else f", {tokens} tokens for {_SIDE} x {_SIDE} pixels"
-    return f"{family}{counted}, {tower} tower of {format_bytes(size)}"
+    return f"{family}, {tokens or '?'} tokens for {_SIDE} x {_SIDE} pixels, {tower} tower of {format_bytes(size)}"
 
 
 _SHOWN_IF_ANY: Final = frozenset(("state_layers", "bits_per_weight_read", "pass_costs_doubt"))

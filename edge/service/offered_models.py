@@ -141,8 +141,7 @@ def capabilities(bundle: Bundle) -> list[str]:
         return ["rerank" if output == SCORE else "embedding"]
     template = bundle.json_file("tokenizer_config.json").get("chat_template")
     chats = bundle.file("chat_template.jinja") is not None or bool(template)
-    sees = bundle.vision is not None
-    return ["completion", *["tools"] * chats, *["vision"] * sees]
+    return ["completion", *["tools"] * chats, *["vision"] * (bundle.vision is not None)]
 
 
 def _not_found(what: str, hint: str) -> RequestError:

@@ -8,7 +8,7 @@ differences.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -82,7 +82,6 @@ GEMMA3: Final = VisionFamily(
     projector=Projector.AVERAGE_POOL,
 )
 """Gemma 3: SigLIP over the whole image, resized to a square."""
-_QWEN_SETTINGS: Final = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 QWEN2_5_VL: Final = VisionFamily(
     towers=("visual", "model.visual"),
     projectors=("visual.merger", "model.visual.merger"),
@@ -96,7 +95,7 @@ QWEN2_5_VL: Final = VisionFamily(
     patches="patch_embed.proj",
     positions=None,
     merger=("ln_q", "mlp.0", "mlp.2"),
-    settings=_QWEN_SETTINGS,
+    settings={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},
     defaults={
         "depth": 32,
         "hidden_size": 1280,
@@ -109,19 +108,14 @@ QWEN2_5_VL: Final = VisionFamily(
     },
 )
 """Qwen2.5-VL: most layers attend within windows."""
-QWEN3_VL: Final = VisionFamily(
+QWEN3_VL: Final = replace(
+    QWEN2_5_VL,
     towers=("model.visual", "visual"),
     projectors=("model.visual.merger", "visual.merger"),
-    projector=Projector.PATCH_MERGER,
-    layers="blocks",
-    norms=("norm1", "norm2"),
-    qkv=("attn.qkv",),
-    output="attn.proj",
     mlp=("mlp.linear_fc1", "mlp.linear_fc2"),
-    patches="patch_embed.proj",
+    rms_norms=False,
     positions="pos_embed",
     merger=("norm", "linear_fc1", "linear_fc2"),
-    settings=_QWEN_SETTINGS,
     defaults={
         "depth": 27,
         "hidden_size": 1152,

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ...errors import CheckpointError
 from ...models.json_file import is_whole, shown
 from ..architectures.vision import SIGLIP_DEFAULTS, Projector, VisionFamily
-from ..gguf.gguf_model import GgufModel, GgufTower
+from ..gguf.gguf_model import GgufModel
 from .config import DecoderConfig
 from .json_fields import count, number, read_json
 from .safetensors_files import Checkpoint
@@ -65,11 +65,8 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         CheckpointError: config.json lacks a setting of the tower, or has one that is not supported.
     """
     family = decoder.traits.vision
-    files: Checkpoint | GgufTower | None = None
-    if isinstance(source, Checkpoint):
-        files = Checkpoint(source.folder, ())
-    elif isinstance(source, GgufModel):
-        files = source.vision
+    whole = Checkpoint(source.folder, ()) if isinstance(source, Checkpoint) else None
+    files = source.vision if isinstance(source, GgufModel) else whole
     if family is None or files is None:
         return None
     tower = next((name for name in family.towers if files.has_any(f"{name}.{family.layers}.")), None)
@@ -87,9 +84,8 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
             f"config.json: hidden_act {shown(activation)} of vision_config is not supported",
             f"supported are {', '.join(_ACTIVATIONS)}",
         )
-    if files.has_any(
-        f"{tower}.{family.layers}.0.attn.q."
-    ):  # GGUF files of Qwen2.5-VL have queries, keys and values apart
+    # GGUF files of Qwen2.5-VL have queries, keys and values apart.
+    if files.has_any(f"{tower}.{family.layers}.0.attn.q."):
         family = replace(family, qkv=("attn.q", "attn.k", "attn.v"))
     settings = {**settings, **{name: settings.get(own) for name, own in family.settings.items()}}
     side = count(settings, "image_size") // count(settings, "patch_size")

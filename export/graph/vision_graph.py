@@ -75,11 +75,8 @@ class _Tower:
         states = self._patches()
         for index in range(vision.layers):
             states = self._layer(index, states)
-        match vision.family.projector:
-            case Projector.PIXEL_SHUFFLE:
-                tokens = self._pixel_shuffle(self._norm(f"{vision.tower}.post_layernorm", states, "normed"))
-            case _:
-                tokens = self._average_pool(self._norm(f"{vision.tower}.post_layernorm", states, "normed"))
+        merged = self._pixel_shuffle if vision.family.projector is Projector.PIXEL_SHUFFLE else self._average_pool
+        tokens = merged(self._norm(f"{vision.tower}.post_layernorm", states, "normed"))
         nodes.add("Reshape", [tokens, nodes.integers("features.shape", 1, -1, vision.output_size)], FEATURES)
 
     def _patches(self) -> str:

@@ -32,18 +32,6 @@ _EXTRA: Final = 'pip install "edge-run[images]"'
 _FORMS: Final = '{"type": "image", "image": bytes or Path}, or an image_url with a data: URL'
 
 
-def require_pillow() -> None:
-    """Check that Pillow is installed.
-
-    Raises:
-        InputError: it is not.
-    """
-    try:
-        import PIL.Image  # noqa: F401, PLC0415 -- an extra
-    except ImportError as error:
-        raise InputError("images need Pillow", _EXTRA) from error
-
-
 def image_bytes(part: Mapping[str, Any], where: str) -> bytes:
     """The encoded image of a content part of a message.
 
@@ -106,11 +94,12 @@ def decode_image(data: bytes) -> Image:
     """Decode an image to RGB: its first frame, turned as its EXIF orientation says, over white where transparent.
 
     Raises:
-        InputError: it is damaged, of another format, or has too many pixels.
+        InputError: it is damaged, of another format, or has too many pixels, or Pillow is not installed.
     """
-    require_pillow()
-    from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 -- an extra
-
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise InputError("images need Pillow", _EXTRA) from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Pillow warns of is refused, or does not matter for pixels

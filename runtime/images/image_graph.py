@@ -161,22 +161,16 @@ def _take_features(editor: GraphEditor, hidden_size: int, layers: int) -> None:
 
     def seen(each: Message) -> Iterator[Message]:
         yield each
-        for output in each.output:
-            if output in changed:
-                number = changed.index(output)
-                at = editor.constant(f"images.{number}", np.array(number, np.int64))
-                yield onnx_node("Gather", [FEATURES, at], f"{FEATURES}.{number}", axis=0)
-                values, cast = f"{FEATURES}.{number}", f"{FEATURES}.{number}.cast"
-                # Graphs of other tools state their types, and may be older than CastLike.
-                known = types.get(output)
-                yield (
-                    onnx_node("Cast", [values], cast, to=known)
-                    if known
-                    else onnx_node("CastLike", [values, output], cast)
-                )
-                how = "add" if number else "none"
-                inputs = [output, ROWS, f"{FEATURES}.{number}.cast"]
-                yield onnx_node("ScatterND", inputs, f"{output}.seen", reduction=how)
+        for output in filter(changed.__contains__, each.output):
+            number = changed.index(output)
+            rows, cast = f"{FEATURES}.{number}", f"{FEATURES}.{number}.cast"
+            at = editor.constant(f"images.{number}", np.array(number, np.int64))
+            yield onnx_node("Gather", [FEATURES, at], rows, axis=0)
+            # Graphs of other tools state their types, and may be older than CastLike.
+            known = types.get(output)
+            yield (onnx_node("Cast", [rows], cast, to=known) if known else onnx_node("CastLike", [rows, output], cast))
+            how = "add" if number else "none"
+            yield onnx_node("ScatterND", [output, ROWS, cast], f"{output}.seen", reduction=how)
 
     editor.rewrite(seen)
 

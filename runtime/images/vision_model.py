@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
@@ -126,23 +125,24 @@ class VisionModel:
         self._load_decoder()
 
     def _tower(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """The session of the tower, loaded now if it is not; `inputs` are those of a tile.
+        """The session of the tower, of the one with 8-bit products where there is one; loaded now if it is not.
+
+        Args:
+            inputs: those of a tile, with which 8-bit products are checked.
 
         Raises:
             EdgeError: it cannot be loaded.
         """
         with self._loading:
             if self._session is None:
-                self._session = load_graph(self._chosen_graph(inputs), self._config)[0]
+                graph = None
+                if self._cache and self._bundle.manifest is not None:
+                    # Importing protobuf takes 28 ms.
+                    from ..int8_prompts.int8_graph_files import int8_tower_path  # noqa: PLC0415 -- see above
+
+                    graph = int8_tower_path(self._bundle, inputs, self._config)
+                self._session = load_graph(graph or self._graph, self._config)[0]
             return self._session
-
-    def _chosen_graph(self, inputs: Mapping[str, npt.NDArray[Any]]) -> Path:
-        """The tower with 8-bit products, where it can have one, else its own graph."""
-        if not self._cache or self._bundle.manifest is None:
-            return self._graph
-        from ..int8_prompts.int8_graph_files import int8_tower_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
-
-        return int8_tower_path(self._bundle, inputs, self._config) or self._graph
 
 
 def open_vision(
