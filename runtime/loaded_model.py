@@ -112,9 +112,7 @@ class LoadedModel:
         self.defaults: Final = model_defaults(bundle)
         room = _CACHES_SHARE * available_memory() if self.device.kind is DeviceKind.CPU else math.inf
         self.queue: Final = RequestQueue(options.parallel, options.max_waiting, room)
-        self.vision: Final = open_vision(
-            bundle, config, graph, self.queue, cache=options.cache, share=options.lossy_image_tokens
-        )
+        self.vision: Final = open_vision(bundle, config, graph, self.queue, options.cache, options.lossy_image_tokens)
         """What sees the images of messages; None for a model that reads text alone."""
         self.shared_passes: Final = graph.share_passes(options.parallel, self.queue.gather)
         """What runs the passes of simultaneous answers; if they take turns, why."""

@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_894, 122, 262),
-    "export": (15_766, 135, 177),
-    "runtime": (23_908, 208, 371),
+    "edge": (14_922, 122, 262),
+    "export": (15_716, 135, 177),
+    "runtime": (23_926, 208, 370),
     "models": (3_231, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 4_209, "runtime.engine": 24_937, "edge.cli.run": 26_087}
+CLOSURES = {"runtime.decode": 4_209, "runtime.engine": 24_955, "edge.cli.run": 26_105}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

@@ -146,7 +146,7 @@ class VisionModel:
 
 
 def open_vision(
-    bundle: Bundle, config: SessionConfig, graph: DecoderGraph, queue: RequestQueue, *, cache: bool, share: float
+    bundle: Bundle, config: SessionConfig, graph: DecoderGraph, queue: RequestQueue, cache: bool, share: float
 ) -> VisionModel | None:
     """The vision tower of a model, beside its loaded graph; None for a model that reads text alone.
 
