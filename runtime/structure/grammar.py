@@ -19,8 +19,7 @@ from ...errors import BundleError, BusyError, InputError
 from ..graph.memory import trim_heap
 from ..scheduling.work_thread import WorkThread
 from ..text.tokenizer import TextTokenizer
-from .grammar_state import GrammarState
-from .matcher import GrammarMatcher, Matcher, MatcherAfterText, first_line
+from .grammar_state import GrammarMatcher, GrammarState, Matcher, MatcherAfterText, first_line
 from .response_format import CLIENT, COMPILER_STACK_BYTES, FormatKind, ResponseFormat, check_limits, is_gbnf
 
 _JSON_LAYOUT: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

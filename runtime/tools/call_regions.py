@@ -25,10 +25,11 @@ _BARE_CALL: Final = re.compile(r'\s*\{\s*"(?:name|type|function)"\s*:')
 _BETWEEN_CALLS: Final = re.compile(r"[\s;]*")
 _JSON_SPACE: Final = re.compile(r"[ \t\r\n]*")
 _STRING_REST: Final = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
-_SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]*")
-_NUMBER_PART: Final = re.compile(r"[-+.0-9eE]+")
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_LITERALS: Final = ("true", "false", "null")
+_JSON_TOKEN: Final = re.compile(
+    r'[{}\[\],:"]|(?:-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null)(?=[^-+.0-9A-Za-z])'
+)
+"""A sign, the beginning of a string, or a number, true, false or null, which end where something else follows."""
+_BEGUN_SCALAR: Final = re.compile(r"[-+.0-9eE]{0,1000}|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|n(?:u(?:ll?)?)?")
 _KEY: Final = '"'
 _VALUE: Final = '{["-0123456789tfn'
 """First characters of a key, and of a value."""
@@ -148,16 +149,16 @@ class CallText:
         begin, stack, allowed = self.at, list[str](), "{["
         while True:
             self.skip(_JSON_SPACE)
-            while self.at == len(self.text):
+            while (token := _JSON_TOKEN.match(self.text, self.at)) is None:
+                if self.text[self.at : self.at + 1] not in allowed or not _BEGUN_SCALAR.fullmatch(self.text, self.at):
+                    raise NotACallError
                 yield
                 self.skip(_JSON_SPACE)
-            char = self.text[self.at]
-            if char not in allowed or (char in "{[" and len(stack) == MAX_DEPTH):
+            char = token[0][0]
+            too_much = len(stack) == MAX_DEPTH if char in "{[" else len(token[0]) > _MAX_SCALAR
+            if char not in allowed or too_much:
                 raise NotACallError
-            if char in _VALUE and char not in '{["':
-                yield from self._json_scalar()
-            else:
-                self.at += 1
+            self.at = token.end()
             is_key = char == '"' and allowed.startswith(_KEY)
             match char:
                 case "{" | "[":
@@ -170,33 +171,14 @@ class CallText:
                 case "}" | "]":
                     stack.pop()
                 case '"':
-                    yield from self._json_string()
+                    self.skip(_STRING_REST)
+                    while not self.text.startswith('"', self.at):
+                        yield
+                        self.skip(_STRING_REST)
+                    self.at += 1
             if not stack:
                 return read_json(self.text[begin : self.at])
             allowed = ":" if is_key else f",{stack[-1]}"
-
-    def _json_string(self) -> Reading[None]:
-        """Read the rest of a string."""
-        self.skip(_STRING_REST)
-        while not self.text.startswith('"', self.at):
-            yield
-            self.skip(_STRING_REST)
-        self.at += 1
-
-    def _json_scalar(self) -> Reading[None]:
-        """Read a number, true, false or null, which ends where something else follows."""
-        while True:
-            begin, scalar = self.at, self.skip(_SCALAR)
-            is_whole, literals = self.at < len(self.text), [each for each in _LITERALS if each.startswith(scalar)]
-            possible = scalar in literals if is_whole else literals
-            number = _NUMBER if is_whole else _NUMBER_PART
-            if len(scalar) > _MAX_SCALAR or not (possible or number.fullmatch(scalar)):
-                self.at = begin
-                raise NotACallError
-            if is_whole:
-                return
-            self.at = begin
-            yield
 
 
 RegionReader: TypeAlias = Callable[[CallText], CallReading]

@@ -10,8 +10,7 @@ import numpy as np
 
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.scheduling.work_thread import WorkThread
-from edgerun.runtime.structure.grammar_state import GrammarState
-from edgerun.runtime.structure.matcher import GrammarMatcher
+from edgerun.runtime.structure.grammar_state import GrammarMatcher, GrammarState
 from support.emulated_graph import Floats, Text
 
 V: Final = 6
