@@ -122,10 +122,11 @@ def decode(
         answer_length: number of tokens at the end of `prompt_ids` that belong to the answer, for its penalties.
     """
     arena = bound.arena
-    check_prompt_fits(prompt_ids, arena.limit)
-    remaining = min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
+    remaining = begin_answer(bound, prompt_ids, answer_length, sampler, limits)
     try:
-        before, recomputing = arena.replayed, _begin(bound, prompt_ids, answer_length, sampler, near_ties, constraint)
+        if constraint is not None:
+            constraint.prepare()
+        before, recomputing = arena.replayed, 0 if near_ties is None else near_ties.reset(prompt_ids)
         last, passes, readers = prefill(bound, prompt_ids, limits.cancelled, limits.progress)
         first = sampler.choose(last, len(prompt_ids))
         step = Step((first,), target_passes=passes + recomputing, prompt_readers=readers)
@@ -188,30 +189,20 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
     return step._replace(tokens=tokens, logprobs=logprobs, origins=origins[: len(tokens)])
 
 
-def _begin(
-    bound: BoundGraph,
-    prompt_ids: Sequence[int],
-    answer_length: int,
-    sampler: TokenSampler,
-    near_ties: NearTies | None,
-    constraint: TokenConstraint | None,
+def begin_answer(
+    bound: BoundGraph, prompt_ids: Sequence[int], answer_length: int, sampler: TokenSampler, limits: DecodeLimits
 ) -> int:
-    """Start the sampler, near ties and constraint on a sequence; returns the passes that recomputed near ties.
+    """Start the cache and the sampler on a sequence; returns the largest number of tokens to produce.
 
-    Raises:
-        Cancelled: the caller cancelled.
+    Args and errors are those of `decode`.
     """
+    arena, prompt_length = bound.arena, len(prompt_ids) - answer_length
+    check_prompt_fits(prompt_ids, arena.limit)
     # The last token has to run again even if its slot is cached, or there would be no logits to choose from.
-    bound.arena.rewind_to(min(bound.arena.length, len(prompt_ids) - 1))
-    prompt_length = len(prompt_ids) - answer_length
+    arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
     sampler.observe_prompt(prompt_ids[:prompt_length])
     sampler.observe(prompt_ids[prompt_length:])
-    if constraint is not None:
-        constraint.prepare()
-    if near_ties is None:
-        return 0
-    near_ties.reset(prompt_ids)
-    return near_ties.passes
+    return min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
 
 
 def _chosen(

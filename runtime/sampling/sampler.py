@@ -21,7 +21,11 @@ _BLOCK: Final = 1024
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The random number in [0, 1) for a position of the text with this seed."""
+    """The random number in [0, 1) for a position of the text with this seed.
+
+    It depends on these two alone (a counter-based generator: Philox, Salmon et al. 2011), so a seed gives one text
+    however many tokens a pass emits.
+    """
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 

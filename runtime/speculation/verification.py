@@ -109,8 +109,11 @@ class NearTies:
         self.passes = 0
         """Number of passes that recomputed near ties, of one token each."""
 
-    def reset(self, prompt: Sequence[int]) -> None:
+    def reset(self, prompt: Sequence[int]) -> int:
         """Start a new sequence; recompute the cached slots after `plain_length`, one token at a time.
+
+        Returns:
+            The passes so far.
 
         Raises:
             Cancelled: the caller cancelled.
@@ -120,6 +123,7 @@ class NearTies:
         if arena.plain_length < arena.length:
             self._recompute(())
         self._token_ids = list(prompt)
+        return self.passes
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens to the sequence."""

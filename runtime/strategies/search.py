@@ -10,7 +10,7 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 
 from ...errors import InputError
-from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
+from ..decode import DecodeLimits, FinishReason, Step, begin_answer
 from ..graph.bound_graph import BoundGraph, NewTokens
 from ..graph.graph_io import Floats
 from ..prefill import Cancelled, prefill
@@ -274,12 +274,7 @@ def search_steps(
         yield search.found.pop(0).step(0)
         return
     arena = bound.arena
-    check_prompt_fits(prompt_ids, arena.limit)
-    most_tokens = min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
-    prompt_length = len(prompt_ids) - answer_length
-    sampler.observe_prompt(prompt_ids[:prompt_length])
-    sampler.observe(prompt_ids[prompt_length:])
-    arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
+    most_tokens = begin_answer(bound, prompt_ids, answer_length, sampler, limits)
     forest = None
     try:
         reader = _WithStates(bound) if search.reads_states else bound

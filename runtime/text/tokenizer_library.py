@@ -22,7 +22,11 @@ _REDIRECTED: Final = threading.Lock()
 
 
 def is_panic(error: BaseException | None) -> bool:
-    """Whether an exception stands for a panic of Rust code."""
+    """Whether an exception stands for a panic of Rust code.
+
+    A panic reaches Python as a `PanicException`, which is not an `Exception`, after Rust has printed a message and
+    perhaps a backtrace on standard error.
+    """
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 

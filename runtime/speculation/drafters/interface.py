@@ -171,7 +171,13 @@ class TopTokens(NamedTuple):
 
 
 class ModelDrafter(Drafter, Protocol):
-    """A `Drafter` whose `candidates` take time, and `after` none. Its state is a path of tokens behind the sequence."""
+    """A `Drafter` whose `candidates` take time, and `after` none. Its state is a path of tokens behind the sequence.
+
+    How reliable a draft model's probabilities are depends on the target, the text and the temperature, so they are
+    divided into classes whose acceptance rates are learned like any other evidence. A distilled model is about right
+    from the start: of the bundled one's first candidates with a probability between 0.5 and 0.6, the target chose 65 %;
+    between 0.8 and 0.9, 87 %; above 0.98, 99 %.
+    """
 
     source: Source = Source.MODEL
     prior: Sequence[float] = (*_MIDDLES, *(0.8 * rate for rate in _MIDDLES))
