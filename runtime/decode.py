@@ -105,7 +105,6 @@ def decode(
     near_ties: NearTies | None = None,
     log_softmax: LogSoftmax | None = None,
     constraint: TokenConstraint | None = None,
-    *,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
     """Prefill `prompt_ids`, then continue it, and yield one `Step` per round; errors as for `check_prompt_fits`.
