@@ -105,6 +105,7 @@ def decode(
     near_ties: NearTies | None = None,
     log_softmax: LogSoftmax | None = None,
     constraint: TokenConstraint | None = None,
+    *,
     answer_length: int = 0,
 ) -> Generator[Step, None, None]:
     """Prefill `prompt_ids`, then continue it, and yield one `Step` per round; errors as for `check_prompt_fits`.
@@ -121,10 +122,8 @@ def decode(
         answer_length: number of tokens at the end of `prompt_ids` that belong to the answer, for its penalties.
     """
     arena = bound.arena
-    remaining = begin_answer(bound, prompt_ids, answer_length, sampler, limits)
+    remaining = begin_answer(bound, prompt_ids, answer_length, sampler, limits, constraint)
     try:
-        if constraint is not None:
-            constraint.prepare()
         before, recomputing = arena.replayed, 0 if near_ties is None else near_ties.reset(prompt_ids)
         last, passes, readers = prefill(bound, prompt_ids, limits.cancelled, limits.progress)
         first = sampler.choose(last, len(prompt_ids))
@@ -189,9 +188,14 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
 
 
 def begin_answer(
-    bound: BoundGraph, prompt_ids: Sequence[int], answer_length: int, sampler: TokenSampler, limits: DecodeLimits
+    bound: BoundGraph,
+    prompt_ids: Sequence[int],
+    answer_length: int,
+    sampler: TokenSampler,
+    limits: DecodeLimits,
+    constraint: TokenConstraint | None = None,
 ) -> int:
-    """Start the cache and the sampler on a sequence; returns the largest number of tokens to produce.
+    """Start the cache, the sampler and the constraint on a sequence; returns the largest number of tokens to produce.
 
     Args and errors are those of `decode`.
     """
@@ -201,6 +205,8 @@ def begin_answer(
     arena.rewind_to(min(arena.length, len(prompt_ids) - 1))
     sampler.observe_prompt(prompt_ids[:prompt_length])
     sampler.observe(prompt_ids[prompt_length:])
+    if constraint is not None:
+        constraint.prepare()
     return min(limits.max_tokens or arena.limit, arena.limit - len(prompt_ids))
 
 
