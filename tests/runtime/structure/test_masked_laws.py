@@ -24,7 +24,7 @@ from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
-from edgerun.runtime.structure import matcher
+from edgerun.runtime.structure import grammar_state
 from support.adversarial_drafters import NEARLY_FREE, FixedCost, adversaries, eager
 from support.chi_square import expect_distribution
 from support.emulated_graph import EmulatedGraph, Floats, Text
@@ -193,10 +193,10 @@ def test_masks_do_not_depend_on_the_paths_asked_about_before(seed: int) -> None:
 @pytest.mark.parametrize("seed", some_nightly(range(40), every=10))
 def test_tokens_of_a_long_forced_text_are_those_of_its_masks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of a forced text equals what would be computed, also after other tokens of the same text."""
-    monkeypatch.setattr(matcher, "_SLOW_MASK_S", -1.0)  # every text is long
+    monkeypatch.setattr(grammar_state, "_SLOW_MASK_S", -1.0)  # every text is long
     random = np.random.default_rng(seed)
     for grammar in (*GRAMMARS.values(), LONG, 'start: "abcab" /a|b/ "cacacaabab" /b|c/ "abab"'):
-        ours = matcher.GrammarMatcher(compiled(grammar).deep_copy, "grammar")
+        ours = grammar_state.GrammarMatcher(compiled(grammar).deep_copy, "grammar")
         plain, size = compiled(grammar).deep_copy(), 0
         for _ in range(60):
             if size and random.random() < 0.3:
