@@ -70,7 +70,7 @@ class CompiledGraphs:
             with suppress(*_COMPILER_ERRORS):
                 size = sum(graph.with_name(each).stat().st_size for each in (graph.name, *external_files(graph)))
                 with written_folder(folder, int(size * _SIZE_RATIO)) as staging:
-                    options = self._options()
+                    options = session_options(self._config.threads)
                     add_device(options, self._config.device)
                     compiler = ort.ModelCompiler(options, str(graph), embed_compiled_data_into_model=False)
                     compiler.compile_to_file(str(staging / _CONTEXT_NAME))
@@ -87,7 +87,7 @@ class CompiledGraphs:
         return None
 
     def _open(self, graph: Path) -> ort.InferenceSession:
-        options, device = self._options(), self._config.device
+        options, device = session_options(self._config.threads), self._config.device
         try:
             session, on_cpu = load_on_device(str(graph), options, device, graph)
         except ORT_ERRORS as error:
@@ -97,11 +97,6 @@ class CompiledGraphs:
         if not self.loaded:
             self.on_cpu = on_cpu
         return session
-
-    def _options(self) -> ort.SessionOptions:
-        options = session_options(self._config.threads)
-        options.inter_op_num_threads = 1
-        return options
 
     def _key(self, graph: Path) -> str:
         """Everything that a context depends on, a line each."""

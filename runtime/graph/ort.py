@@ -83,6 +83,7 @@ def session_options(threads: int = 0) -> ort.SessionOptions:
     # Without a number, ONNX Runtime starts a thread for every physical core and binds it to that core, also where the
     # process may not run there or the core is a slow one.
     options.intra_op_num_threads = 0 if threads == len(physical_cores()) else threads
+    options.inter_op_num_threads = 1
     return options
 
 

@@ -313,7 +313,6 @@ def load_graph(
 ) -> tuple[ort.InferenceSession, dict[str, int], MappedPages]:
     """Load a graph, or its serialized form `model`, beside whose file the weights are; errors as for `GraphSession`."""
     options = config.options()
-    options.inter_op_num_threads = 1
     # The bias changes shape with every token; remembering an allocation plan per shape would only grow.
     options.enable_mem_pattern = False
     if config.profile is not None:
