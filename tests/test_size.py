@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_922, 122, 262),
     "export": (15_716, 135, 177),
-    "runtime": (23_875, 204, 370),
+    "runtime": (23_871, 204, 370),
     "models": (3_231, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 4_207, "runtime.engine": 24_904, "edge.cli.run": 26_054}
+CLOSURES = {"runtime.decode": 4_207, "runtime.engine": 24_900, "edge.cli.run": 26_050}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
