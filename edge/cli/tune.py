@@ -26,7 +26,7 @@ from ...runtime.measure.bundle_timing import choose_threads, measure_fastest_dev
 from ...runtime.measure.device_choice import FastestDevice, ThreadChoice, chosen_threads
 from ...runtime.measure.measurement_store import model_key
 from ...runtime.measure.pass_timing import PASS_COSTS, WIDTHS, measure_pass_cost
-from ...runtime.measure.prompt_choice import PromptChoice
+from ...runtime.measure.prompt_choice import TOKENS_TO_LOAD, PromptChoice
 from ...runtime.prefill import PrefillMode
 from ...runtime.speculation.drafters.ngram_counts import write_bundle_table
 from ...runtime.speculation.pass_cost import BUCKET_ENDS, Doubt, PassCost
@@ -186,7 +186,6 @@ def prompt_facts(choice: PromptChoice | None, refusal: str | None) -> dict[str, 
     if choice is not None and choice.int8_s:
         facts["speedup"] = round(choice.speedup, 3)
         facts["mean_kl"], facts["kl_limit"] = choice.mean_kl, choice.kl_limit
-        facts["load_milliseconds"], facts["tokens_to_load"] = round(choice.load_s * 1e3, 3), choice.tokens_to_load
         for name, times in (("plain", choice.plain_s), ("int8", choice.int8_s)):
             facts[f"{name}_milliseconds"] = {
                 str(width): round(seconds * 1e3, 3) for width, seconds in sorted((times or {}).items())
@@ -203,7 +202,7 @@ def prompt_text(facts: Mapping[str, Any]) -> str:
     return (
         f"int8 prompt graph: reads prompts at {facts['speedup']:.2f} times the speed, "
         f"mean KL {facts['mean_kl']:.2g} (limit {facts['kl_limit']:.2g}); "
-        f"loaded for prompts of {facts['tokens_to_load']} tokens and more, or after shorter ones"
+        f"loaded for prompts of {TOKENS_TO_LOAD} tokens and more, or after shorter ones"
     )
 
 

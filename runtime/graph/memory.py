@@ -17,13 +17,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from mmap import ACCESS_READ, PAGESIZE, mmap
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy.typing as npt
-
-from ..devices.processor import available_memory
 
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15
 _SMALL: Final = 1 << 20
@@ -36,15 +34,14 @@ _LEAST_PAUSE_S: Final = 2.0
 """Seconds between two times at which a limit that is not tight is enforced: pages that are dropped are read anew."""
 _MANY_ROWS: Final = 64
 """Rows of the embedding that may have been read before its pages are dropped: with a row, the system maps 64 KB."""
-_PACKED: Final = re.compile(rb"\|(\d{1,18});(\d{1,18});")
+PACKED: Final = re.compile(rb"\|(\d{1,18});(\d{1,18});")
 """Where a packed form of a tensor begins in a data file, and how many bytes it has, as a model file says it."""
-LARGE_PAGE: Final = 2 << 20
 _LEAST_LIMIT: Final = 64 << 20
 """Bytes; less is not worth a thread."""
-_TIGHT: Final = {False: (0.875, 0.7), True: (0.5, 0.3)}
-"""Parts of a limit: what a tight one is, and what stays resident when it is exceeded; where pages are large, reading
-again what was dropped costs next to nothing. A pass reads its weights in the same order each time, so it is best to
-keep the same ones."""
+_TIGHT, _KEPT, _LESS = 0.875, 0.7, 0.5
+"""Parts of a limit: what a tight one is, what stays resident when it is exceeded, and how much less both are if all
+pages are large, which are read again in next to no time. A pass reads its weights in the same order each time, so it is
+best to keep the same ones."""
 
 _libc: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim: Final = getattr(_libc, "malloc_trim", None)
@@ -66,25 +63,6 @@ def drop_array_pages(array: npt.NDArray[Any]) -> None:
     size = (array.ctypes.data + array.nbytes - start) // PAGESIZE * PAGESIZE
     if array.flags.c_contiguous and size > _SMALL:
         _advise(FileMapping(start, size, 0), _MADV_DONTNEED)
-
-
-def read_in_large_pages(folder: Path) -> None:
-    """Read the large packed weights of a folder, so that the system keeps them in pages of 2 MB where it can.
-
-    A token takes 0.93 of the time with them, and what is dropped is soon mapped again. What is in memory already is not
-    read. Other weights, of which rows are read, stay in small pages, because some systems map large ones as a whole.
-    """
-    models = b"".join(each.read_bytes() for each in folder.glob("*.onnx"))
-    parts = [(int(start), int(size)) for start, size in _PACKED.findall(models) if int(size) >= LARGE_PAGE]
-    if sys.platform != "linux" or sum(size for _, size in parts) > available_memory() // 2:
-        return
-    for path in folder.glob("*.data"):
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as pages:
-            pages.madvise(_MADV_HUGEPAGE)
-            for start, size in parts:
-                for place in range(start, min(start + size, len(pages)), LARGE_PAGE):
-                    pages[place]
-                    pages.madvise(_MADV_DONTNEED, place, min(LARGE_PAGE, len(pages) - place))
 
 
 class FileMapping(NamedTuple):
@@ -146,7 +124,7 @@ def pages_dropped(files: Iterable[Path], model: bytes = b"") -> Iterator[list[Ma
         A list, which has the pages that the session maps once the block has ended.
     """
     found: list[MappedPages] = []
-    weights, packed, ended = list(files), {int(start) for start, _ in _PACKED.findall(model)}, threading.Event()
+    weights, packed, ended = list(files), {int(start) for start, _ in PACKED.findall(model)}, threading.Event()
     with _loading:
         before = set(_mappings(weights, "smaps"))
 
@@ -185,8 +163,8 @@ class PageLimit:
         self._current = MappedPages()
         """Those of the graph that runs."""
         self._is_copy = False
-        self._are_large: bool | None = None
-        """Whether most pages of the copy are of 2 MB; None until it is known."""
+        self._large: float | None = None
+        """Share of the copy that is in pages of 2 MB; None until it is known."""
         self._rows_read = 0
         self._until = 0.0
         self._thread = threading.Thread()
@@ -210,7 +188,7 @@ class PageLimit:
                 self.drop()
             if self._is_copy:
                 self._dropped_at = 0.0  # a pass of the copy that an idle thread runs may go on for a moment
-            self._current, self._is_copy, self._are_large = current, is_copy, None
+            self._current, self._is_copy, self._large = current, is_copy, None
             self._woken.set()
         self._rows_read += tokens
         if self._rows_read > _MANY_ROWS:
@@ -228,12 +206,12 @@ class PageLimit:
         """Drop pages if too many are resident; returns the seconds until this has to be asked again, 0 for never."""
         tight, now = self._is_copy, time.monotonic()
         ended, resident = now > self._until, _resident_file_bytes() - self._others
-        if tight and self._are_large is None and resident > self._size * _TIGHT[True][0]:
-            self._are_large = _large_page_bytes() > resident / 2
-        part, kept = _TIGHT[bool(self._are_large)] if tight else (1.0, math.inf)
+        if tight and self._large is None and resident > self._size * (_TIGHT - _LESS):
+            self._large = min(_large_page_bytes() / resident, 1.0)
+        less = _LESS * (self._large or 0.0)
         may_drop = tight or now - self._dropped_at > _LEAST_PAUSE_S
-        if may_drop and resident > self._size * part:
-            self._drop(self._size * kept)
+        if may_drop and resident > self._size * (_TIGHT - less if tight else 1.0):
+            self._drop(self._size * (_KEPT - less) if tight else math.inf)
         if ended and tight:
             self.drop()
         return 0.0 if ended else _TIGHT_INTERVAL_S if tight else _INTERVAL_S

@@ -21,7 +21,7 @@ from ...errors import EdgeError
 from ...models.bundle import GRAPH_NAME, VISION_GRAPH_NAME, Bundle
 from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
-from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
+from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model, tensor
 from ...models.progress import Progress, silent
 from ..devices.processor import processor
 from ..graph.attention_edits import attend_from_last, serve_plain_passes
@@ -37,7 +37,7 @@ from ..graph.packed_files import (
 from ..graph.session import SessionConfig, load_graph
 from ..kv.cache_scales import KVFormat
 from .int8_graph import SELECTED, Int8Products, find_products, use_integers
-from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, PackedWeightsWriter, products_overflow, to_integers
+from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, products_overflow, to_integers, write_packed
 from .outlier_channels import InputSample, sample_inputs, too_coarse
 
 STAGE: Final = "preparing the int8 prompt graph"
@@ -161,12 +161,12 @@ def _add_integers(
 ) -> None:
     """Let products be of integers, which are written into a folder."""
     with (folder / _WEIGHTS).open("xb") as file:
-        writer, done = PackedWeightsWriter(file, folder), 0
+        done = 0
         for each in found.products:
             factors = {"column_factors": each.column_factors, "row_factors": each.row_factors}
             integers, scales = to_integers(each.matrix, limits.weight, rows=each.rows, **factors)
-            editor.add(writer.add_packed(f"{each.name}.int8", integers, limits.activation))
-            editor.add(writer.add(f"{each.name}.int8.scales", scales))
+            editor.add(write_packed(file, f"{each.name}.int8", integers, limits.activation))
+            editor.add(tensor(f"{each.name}.int8.scales", scales))
             done += integers.size
             progress(STAGE, _CHOOSING + (0.95 - _CHOOSING) * done / found.weights)
     use_integers(editor, found, limits)

@@ -1,6 +1,6 @@
 """Weights as 8-bit integers: decoded from a model's own codes, and packed for integer products on this machine.
 
-`BlockMatrix` decodes the codes of MatMulNBits a few rows at a time. `PackedWeightsWriter` lets ONNX Runtime pack the
+`BlockMatrix` decodes the codes of MatMulNBits a few rows at a time. `write_packed` lets ONNX Runtime pack the
 integers, which have one scale for each output, for this machine.
 """
 
@@ -22,7 +22,6 @@ from ...models.onnx_file.model_messages import (
     GraphProto,
     Message,
     attribute_values,
-    external_tensor,
     model,
     node,
     read_model,
@@ -41,7 +40,6 @@ _CODES, _SCALES, _ZEROS, _ORDER, _BIAS = 1, 2, 3, 4, 5
 _BITS: Final = (2, 4, 8)
 _OPSET: Final = 21
 _WEIGHTS: Final = "weights"
-_ALIGNMENT: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -197,58 +195,39 @@ def products_overflow() -> bool:
     return bool((sums != size * 255 * 127).any())
 
 
-class PackedWeightsWriter:
-    """Appends matrices to a data file, as they are and as packed for this machine.
+def write_packed(file: BinaryIO, name: str, integers: npt.NDArray[np.int8], zero: int) -> Message:
+    """Append the matrix of a product of bytes to a data file, as it is and as packed for this machine.
 
-    One matrix is packed at a time, by loading a model of one product, so that memory holds one at a time.
+    It is packed by loading a model of one product, so that memory holds one matrix at a time.
 
     Args:
-        file: the new data file.
-        scratch: an existing folder for files that are removed again.
+        file: the data file; files beside it come and go.
+        name: name of the tensor.
+        integers: int8 `[inputs, outputs]`.
+        zero: the byte that stands for an activation of zero.
+
+    Returns:
+        The tensor, which refers to its bytes in the file; a tiny one holds them itself.
+
+    Raises:
+        BundleError: ONNX Runtime cannot pack it.
+        OSError: the file cannot be written.
     """
-
-    def __init__(self, file: BinaryIO, scratch: Path) -> None:
-        self._file: Final = file
-        self._name: Final = Path(file.name).name
-        self._scratch: Final = scratch
-
-    def add_packed(self, name: str, integers: npt.NDArray[np.int8], zero: int) -> Message:
-        """Append the matrix of a product of bytes.
-
-        Args:
-            name: name of the tensor.
-            integers: int8 `[inputs, outputs]`.
-            zero: the byte that stands for an activation of zero.
-
-        Returns:
-            The tensor, which refers to its bytes in the file; a tiny one holds them itself.
-
-        Raises:
-            BundleError: ONNX Runtime cannot pack it.
-            OSError: the file cannot be written.
-        """
-        source, packed = self._scratch / "product.onnx", self._scratch / "packed.onnx"
-        data = packed.with_name(f"{packed.name}.data")
-        try:
-            source.write_bytes(model(_product(integers, zero), opset=_OPSET).SerializeToString())
-            pack(source, packed)
-            found = next(each for each in read_model(packed).graph.initializer if each.name == _WEIGHTS)
-            if found.data_location != EXTERNAL:
-                return tensor(name, integers)
-            found.name = name
-            with data.open("rb") as stored:
-                move_data(found, stored, self._file)
-        finally:
-            for each in (source, packed, data):
-                each.unlink(missing_ok=True)
-        return found
-
-    def add(self, name: str, array: npt.NDArray[Any]) -> Message:
-        """Append an array as it is; returns the tensor, which refers to it in the file."""
-        data = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-        start = self._file.seek(-(-self._file.tell() // _ALIGNMENT) * _ALIGNMENT)
-        self._file.write(data)
-        return external_tensor(name, array.dtype, array.shape, location=self._name, offset=start, length=len(data))
+    source, packed = (Path(file.name).with_name(each) for each in ("product.onnx", "packed.onnx"))
+    data = packed.with_name(f"{packed.name}.data")
+    try:
+        source.write_bytes(model(_product(integers, zero), opset=_OPSET).SerializeToString())
+        pack(source, packed)
+        found = next(each for each in read_model(packed).graph.initializer if each.name == _WEIGHTS)
+        if found.data_location != EXTERNAL:
+            return tensor(name, integers)
+        found.name = name
+        with data.open("rb") as stored:
+            move_data(found, stored, file)
+    finally:
+        for each in (source, packed, data):
+            each.unlink(missing_ok=True)
+    return found
 
 
 def quantized_product(inputs: Sequence[str], output: str) -> Message:

@@ -199,7 +199,7 @@ class PrefillChoice:
         else:
             kl = earlier.mean_kl  # only its times are doubtful
         choice = measure_prompt_speed(plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction))
-        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT, load_s=prompt.load_s).joined(earlier))
+        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT).joined(earlier))
         if prompt.refusal is not None:
             graphs.release(prompt.name)
         graphs.page_limit.drop()

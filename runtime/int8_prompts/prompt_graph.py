@@ -6,7 +6,6 @@ It reads prompts where it was asked for by name, or where it was measured to be 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,7 +16,14 @@ from ..graph.bound_graph import NewTokens
 from ..graph.graph_choice import FurtherGraph
 from ..graph.session import GraphSession
 from ..measure.measurement_store import model_key
-from ..measure.prompt_choice import LEAST_WIDTH, NOT_MADE, PROMPT_CHOICES, UNMEASURED_WIDTH, PromptChoice
+from ..measure.prompt_choice import (
+    LEAST_WIDTH,
+    NOT_MADE,
+    PROMPT_CHOICES,
+    TOKENS_TO_LOAD,
+    UNMEASURED_WIDTH,
+    PromptChoice,
+)
 from ..prefill import INT8_GRAPH, PrefillMode
 
 _WORTH_MAKING: Final = 512
@@ -36,7 +42,6 @@ class PromptGraph(FurtherGraph):
         mode: whether it was asked for by name.
         refusal: why the model's own graph reads prompts; None if this one does.
         choice: what was measured of it; None before that.
-        load_s: seconds that loading it took.
         preload: called, and returns at once, when a prompt was too short to load the graph for it.
         make: called, and returns at once, when many tokens were read before the graph was made and measured well.
     """
@@ -48,7 +53,6 @@ class PromptGraph(FurtherGraph):
         self.mode: Final = mode
         self.refusal: str | None = NOT_MADE
         self.choice: PromptChoice | None = None
-        self.load_s = 0.0
         self.preload: Callable[[], None] = lambda: None
         self.make: Callable[[], None] = lambda: None
         self._measurable_tokens = 0
@@ -115,8 +119,8 @@ class PromptGraph(FurtherGraph):
             return preferred
         if not self._is_loaded:
             # Prompts that were read without it count too: at worst, twice the time of the better choice is lost.
-            needed = self.choice.tokens_to_load if self.choice is not None and self.mode is PrefillMode.AUTO else 0
-            self._pays_to_load = self._unloaded_tokens + remaining >= needed
+            by_name = self.mode is PrefillMode.INT8
+            self._pays_to_load = by_name or self._unloaded_tokens + remaining >= TOKENS_TO_LOAD
             if not self._pays_to_load:
                 return preferred
         return UNMEASURED_WIDTH if self.choice is None else self.choice.width(base)
@@ -131,7 +135,6 @@ class PromptGraph(FurtherGraph):
             return None
         if not self.fits(int8_graph_bytes(path)):
             return None
-        started = time.perf_counter()
         session = self._own.beside(path)
-        self.load_s, self._is_loaded = time.perf_counter() - started, True
+        self._is_loaded = True
         return session

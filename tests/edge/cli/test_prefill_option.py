@@ -19,6 +19,7 @@ from edgerun.runtime.devices.providers import cpu_device
 from edgerun.runtime.graph import open_graph
 from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.int8_prompts import prompt_graph
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
 from edgerun.runtime.measure import bundle_timing, prompt_choice
 from edgerun.runtime.measure.measurement_store import model_key
@@ -44,6 +45,7 @@ def as_if_large(monkeypatch: Patch, cache: Path) -> None:
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
     monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    monkeypatch.setattr(prompt_graph, "TOKENS_TO_LOAD", 0)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.runtime.graph import memory
-from edgerun.runtime.graph.memory import LARGE_PAGE, MappedPages, PageLimit, pages_dropped, read_in_large_pages
+from edgerun.runtime.graph import memory, packed_files
+from edgerun.runtime.graph.memory import MappedPages, PageLimit, pages_dropped
+from edgerun.runtime.graph.packed_files import LARGE_PAGE
 
 SIZE = 4 << 20
 CONTENTS = bytes(range(256)) * (SIZE // 256)
@@ -99,7 +100,10 @@ def test_pages_of_the_graph_that_runs_stay_and_those_of_others_go(file: Path, co
     assert resident(copy) == 0
 
 
-def test_nothing_of_a_copy_stays_and_while_it_is_read_a_part(file: Path, copy: Path) -> None:
+def test_nothing_of_a_copy_stays_and_while_it_is_read_a_part(
+    file: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_large_page_bytes", lambda: 0)
     (own, own_pages), (other, copy_pages) = mapped(file, copy)
     both = MappedPages([*own_pages._mappings, *copy_pages._mappings])
     limit = PageLimit(SIZE * 2, lambda: (own_pages, both))
@@ -121,12 +125,12 @@ def test_less_of_a_copy_stays_where_its_pages_are_large(
     monkeypatch.setattr(memory, "_large_page_bytes", lambda: 1 << 40)
     (own, own_pages), (other, copy_pages) = mapped(file, copy)
     both = MappedPages([*own_pages._mappings, *copy_pages._mappings])
-    limit = PageLimit(SIZE * 5, lambda: (both,))
+    limit = PageLimit(SIZE * 6, lambda: (both,))
     limit.renew(both, 1, is_copy=True)
     assert own[:] == CONTENTS
     assert other[:] == CONTENTS * 2
     limit.enforce()
-    assert resident(copy) == 0  # three files are less than seven eighths of five
+    assert resident(copy) == 0  # three files are less than seven eighths of six
     assert resident(file) >= SIZE
 
 
@@ -145,12 +149,12 @@ def test_large_packed_weights_are_read_in_large_pages_if_memory_has_room(
             advised.append((len(self), *arguments))
             super().madvise(*arguments)
 
-    monkeypatch.setattr(memory, "mmap", Mapping)
-    monkeypatch.setattr(memory, "available_memory", lambda: 4 * LARGE_PAGE - 1)
-    read_in_large_pages(tmp_path)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    monkeypatch.setattr(packed_files, "available_memory", lambda: 4 * LARGE_PAGE - 1)
+    packed_files._read_in_large_pages(tmp_path)
     assert not advised
-    monkeypatch.setattr(memory, "available_memory", lambda: 4 * LARGE_PAGE)
-    read_in_large_pages(tmp_path)
+    monkeypatch.setattr(packed_files, "available_memory", lambda: 4 * LARGE_PAGE)
+    packed_files._read_in_large_pages(tmp_path)
     size, huge, dropped = 3 * LARGE_PAGE + 100, mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED
     parts = [(size, dropped, place * LARGE_PAGE, LARGE_PAGE) for place in (1, 2)]
     assert sorted(advised) == sorted([(1, huge), (size, huge), *parts])

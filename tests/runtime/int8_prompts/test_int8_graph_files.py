@@ -245,7 +245,7 @@ def test_a_failure_while_it_is_made_leaves_nothing_behind(
     def fail(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(int8_graph_files.PackedWeightsWriter, "add", fail)
+    monkeypatch.setattr(int8_graph_files, "write_packed", fail)
     assert int8_path_of(int4) is None
     assert len(caplog.records) == 1
     assert not list((cache / "prompt-int8").iterdir())
