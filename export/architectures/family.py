@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..checkpoint.json_fields import number
 from .layer_attention import Windows, no_windows
@@ -121,16 +120,6 @@ def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
     return next((name for name in names if config.get(name) is not None), names[-1])
 
 
-class HeadNorm(Enum):
-    """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`)."""
-
-    NONE = auto()
-    EACH_HEAD = auto()
-    """Each head by itself, all with the same weights."""
-    WHOLE = auto()
-    """All query heads together, and all key heads together."""
-
-
 @dataclass(frozen=True)
 class Family:
     """How a family differs from the common architecture."""
@@ -178,7 +167,9 @@ class Family:
     norms: Norms = NORMS_BEFORE
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""
-    head_norm: HeadNorm = HeadNorm.NONE
+    head_norm: Literal["head", "whole"] | None = None
+    """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`): each head by itself, all with the same
+    weights, or all query heads together, and all key heads together."""
     value_norm: bool = False
     """Whether each head of the values is RMS-normalized too, without weights."""
     activation: str = "hidden_act"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import NORMS_AROUND, Family, HeadNorm, Power
+from .family import NORMS_AROUND, Family, Power
 from .layer_attention import windows_but_in_every_nth
 from .vision import GEMMA3
 
@@ -34,7 +34,7 @@ _GEMMA: Final = Family(
 _GEMMA3_TEXT: Final = replace(
     _GEMMA,
     norms_add_one=True,
-    head_norm=HeadNorm.EACH_HEAD,
+    head_norm="head",
     local_rope_base="rope_local_base_freq",
     attention_scale=Power("query_pre_attn_scalar", -0.5),
     defaults={
@@ -50,7 +50,7 @@ _GEMMA3_TEXT: Final = replace(
 
 _GEMMA4_TEXT: Final = replace(
     _GEMMA,
-    head_norm=HeadNorm.EACH_HEAD,
+    head_norm="head",
     value_norm=True,
     windows=partial(windows_but_in_every_nth, last_full=True),
     full_attention=True,

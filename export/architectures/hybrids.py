@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import Experts, Family, HeadNorm, Norms, Power, SharedExpert
+from .family import Experts, Family, Norms, Power, SharedExpert
 from .state_layers import read_convolutions, read_mamba2
 from .vision import LFM2_VL
 
@@ -23,7 +23,7 @@ _LFM2: Final = Family(
     mlp="feed_forward",
     output="out_proj",
     norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
-    head_norm=HeadNorm.EACH_HEAD,
+    head_norm="head",
     head_norms=("q_layernorm", "k_layernorm"),
     final_norm="embedding_norm",
     norm_epsilon="norm_eps",

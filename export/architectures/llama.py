@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import NORMS_AFTER, Blocks, Family, HeadNorm
+from .family import NORMS_AFTER, Blocks, Family
 from .layer_attention import window_in_every_layer, windows_without_rotation
 from .vision import IDEFICS3
 
@@ -74,7 +74,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo2": Family(
         attention_bias="attention_bias",
         norms=NORMS_AFTER,
-        head_norm=HeadNorm.WHOLE,
+        head_norm="whole",
         defaults={"rms_norm_eps": 1e-5},
     ),
     # Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: fused projections, part of each head rotated, LongRoPE.

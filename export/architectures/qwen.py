@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import Blocks, Experts, Family, HeadNorm, SharedExpert
+from .family import Blocks, Experts, Family, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 from .vision import QWEN2_5_VL, QWEN3_VL
@@ -13,7 +13,7 @@ from .vision import QWEN2_5_VL, QWEN3_VL
 _QWEN2: Final = Family(qkv_bias=True, windows=windows_in_last_layers)
 _QWEN3: Final = Family(
     attention_bias="attention_bias",
-    head_norm=HeadNorm.EACH_HEAD,
+    head_norm="head",
     windows=windows_in_last_layers,
     defaults={"head_dim": 128},
 )
@@ -25,7 +25,7 @@ _SDAR: Final = Blocks("block_size", 4, 151669)
 _QWEN3_5_TEXT: Final = Family(
     attention_bias="attention_bias",
     norms_add_one=True,
-    head_norm=HeadNorm.EACH_HEAD,
+    head_norm="head",
     gated_attention=True,
     partial_rotary=True,
     state_layers=read_delta_nets,

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..architectures.family import HeadNorm
 from ..architectures.state_layers import ConvolutionConfig
-from ..checkpoint.config import Activation, DecoderConfig
+from ..checkpoint.config import SILU, DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout, per_layer_inputs_layout
 from ..checkpoint.source import ModelSource
@@ -163,7 +162,7 @@ class Reference:
     def _heads(self, index: int, value: Float64Array, norm: Norm | None) -> Float64Array:
         """Queries or keys as heads, normed and rotated, float64 [n, heads, head size]."""
         settings, length = self.config.attention[index], len(value)
-        whole = self.config.traits.head_norm is HeadNorm.WHOLE
+        whole = self.config.traits.head_norm == "whole"
         heads = (self.norm(norm, value) if whole else value).reshape(length, -1, settings.shape.head_dim)
         heads = heads if whole else self.norm(norm, heads)
         if settings.rope is None:
@@ -186,7 +185,7 @@ class Reference:
 
     def _gated(self, gate_up: FusedLinear, down: FusedLinear, value: Float64Array) -> Float64Array:
         gate, up = np.split(linear(self.weights, gate_up, value), 2, axis=-1)
-        opened = silu(gate) if self.config.activation is Activation.SILU else gelu_tanh(gate)
+        opened = silu(gate) if self.config.activation == SILU else gelu_tanh(gate)
         return linear(self.weights, down, opened * up)
 
 

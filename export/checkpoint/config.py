@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,13 +27,8 @@ from .rope import QueryScaling, Rope, max_positions, read_query_scaling, read_ro
 
 _MOST: Final = 10_000
 """Limit on layers, and on experts of a layer."""
-
-
-class Activation(Enum):
-    """Activation function of the gate."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
+SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+"""Activation functions of the gate."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,8 @@ class DecoderConfig:
     default_positions: int
     """Longest context of the default rotary table; LongRoPE has another table for longer contexts."""
     norm_epsilon: float
-    activation: Activation
+    activation: str
+    """`SILU` or `GELU_TANH`."""
     tied_head: bool
     qkv_bias: bool
     output_bias: bool
@@ -374,18 +369,19 @@ def _per_layer_width(config: Mapping[str, Any]) -> int:
     return width
 
 
-def _activation(config: Mapping[str, Any], family: Family, experts: ExpertsConfig | None) -> Activation:
-    name = config.get(family.activation) or "silu"
-    found = next((each for each in Activation if each.value == ("silu" if name == "swish" else name)), None)
-    if found is None:
-        supported = ", ".join(each.value for each in Activation)
-        raise CheckpointError(f"{family.activation} {shown(name)} is not supported", f"supported are {supported}")
-    if experts is not None and found is not Activation.SILU:
+def _activation(config: Mapping[str, Any], family: Family, experts: ExpertsConfig | None) -> str:
+    name = config.get(family.activation) or SILU
+    found = SILU if name == "swish" else name
+    if found not in (SILU, GELU_TANH):
         raise CheckpointError(
-            f"{family.activation} {found.value} is not supported with experts",
-            f"the operator that runs experts has {Activation.SILU.value} alone",
+            f"{family.activation} {shown(name)} is not supported", f"supported are {SILU}, {GELU_TANH}"
         )
-    return found
+    if experts is not None and found != SILU:
+        raise CheckpointError(
+            f"{family.activation} {found} is not supported with experts",
+            f"the operator that runs experts has {SILU} alone",
+        )
+    return str(found)
 
 
 def _scale(config: Mapping[str, Any], power: Power | None) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from ..architectures.family import HeadNorm
 from ..architectures.state_layers import ConvolutionConfig, RecurrentConfig
 from .config import DecoderConfig
 from .layer_weights import (
@@ -207,13 +206,8 @@ def _own_input(config: DecoderConfig, index: int) -> LayerInput | None:
 
 
 def _head_norm(config: DecoderConfig, index: int, weight: str, width: int) -> Norm | None:
-    match config.traits.head_norm:
-        case HeadNorm.NONE:
-            return None
-        case HeadNorm.EACH_HEAD:
-            return Norm(weight, config.attention[index].shape.head_dim)
-        case HeadNorm.WHOLE:
-            return Norm(weight, width)
+    kind = config.traits.head_norm
+    return None if kind is None else Norm(weight, width if kind == "whole" else config.attention[index].shape.head_dim)
 
 
 def final_norm(config: DecoderConfig) -> Norm:

@@ -7,7 +7,6 @@ from typing import Any, Final
 import numpy as np
 from onnx import TensorProto
 
-from ..architectures.family import HeadNorm
 from ..checkpoint.config import LayerAttention
 from ..checkpoint.layer_weights import Layer, Norm
 from ..checkpoint.rope import Rope
@@ -128,7 +127,7 @@ class Attention:
         The CPU GroupQueryAttention does not support its own norm inputs.
         """
         nodes = self._nodes
-        if norm is not None and nodes.config.traits.head_norm is HeadNorm.WHOLE:
+        if norm is not None and nodes.config.traits.head_norm == "whole":
             return nodes.norm(heads, norm, f"{name}.normed")
         usual = head_dim == nodes.config.head_dim
         apart = nodes.integers("heads.apart" if usual else f"heads.apart.{head_dim}", 0, 0, -1, head_dim)

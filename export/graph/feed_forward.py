@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ..checkpoint.config import Activation, ExpertsConfig
+from ..checkpoint.config import SILU, ExpertsConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, SharedExpertWeights
 from .nodes import INT8_ACTIVATIONS, MICROSOFT, Nodes
 
@@ -45,11 +45,9 @@ def append_dense(nodes: Nodes, name: str, gate_up: FusedLinear, down: FusedLinea
 
 def activated(nodes: Nodes, name: str, gate: str) -> str:
     """Append the model's activation function."""
-    match nodes.config.activation:
-        case Activation.SILU:
-            return nodes.silu(gate, f"{name}.silu")
-        case Activation.GELU_TANH:
-            return nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
+    if nodes.config.activation == SILU:
+        return nodes.silu(gate, f"{name}.silu")
+    return nodes.add("Gelu", [gate], f"{name}.gelu", approximate="tanh")
 
 
 def _append_experts(

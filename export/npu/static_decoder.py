@@ -17,7 +17,6 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 from ...models.graph_variant import DeviceKind, Precision, VariantFile
 from ...models.manifest import FileDigest
 from ...models.progress import Progress
-from ..architectures.family import HeadNorm
 from ..bundle_content import BundleContent
 from ..check.static_parity import check_static_graphs
 from ..checkpoint.config import DecoderConfig
@@ -163,7 +162,7 @@ class _Decoder:
     def _heads(self, value: str, count: int, norm: Norm | None, rope: Rope | None, output: str) -> str:
         """Split `value` [1, W, channels] into heads, norm and rotate them; returns [1, heads, W, head_dim]."""
         nodes, config = self._nodes, self._nodes.config
-        if norm is not None and config.traits.head_norm is HeadNorm.WHOLE:
+        if norm is not None and config.traits.head_norm == "whole":
             value = nodes.norm(value, norm, f"{value}.normed")
         elif norm is not None:
             # QNN's HTP backend norms wrongly over several heads and tokens in four dimensions, so there are three.

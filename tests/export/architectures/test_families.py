@@ -12,7 +12,7 @@ import pytest
 from edgerun.errors import CheckpointError, InputError
 from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.checkpoint.config import Activation, DecoderConfig, parse_config, read_config
+from edgerun.export.checkpoint.config import GELU_TANH, DecoderConfig, parse_config, read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.decode import DecodeLimits, decode
@@ -369,7 +369,7 @@ def test_defaults_of_gemma_checkpoints(tmp_path) -> None:
     write_json(tmp_path / "config.json", sparse)
     config = read_config(tmp_path)
     assert (config.vocab_size, config.heads, config.kv_heads, config.head_dim) == (262208, 8, 4, 256)
-    assert config.activation is Activation.GELU_TANH
+    assert config.activation == GELU_TANH
     assert config.tied_head
     assert config.attention_scale == 1 / 16
     assert config.embedding_scale == pytest.approx(2560**0.5)
