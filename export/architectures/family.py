@@ -168,8 +168,8 @@ class Family:
     norms_add_one: bool = False
     """Whether norms scale by 1 + weight."""
     head_norm: Literal["head", "whole"] | None = None
-    """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`): each head by itself, all with the same
-    weights, or all query heads together, and all key heads together."""
+    """How queries and keys are RMS-normalized before rotation (`q_norm`, `k_norm`): each head by itself, all with the
+    same weights, or all query heads together, and all key heads together."""
     value_norm: bool = False
     """Whether each head of the values is RMS-normalized too, without weights."""
     activation: str = "hidden_act"
