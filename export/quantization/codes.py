@@ -137,16 +137,14 @@ def in_blocks(weights: Float32Array, weight_format: WeightFormat) -> Float32Arra
     return np.ascontiguousarray(weights).reshape(rows, blocks, weight_format.block)
 
 
-def nearest_codes(
-    grouped: Float32Array, scales: Float32Array, bits: int, zeros: Float32Array | None = None
-) -> UInt8Array:
-    """Return packed codes that are nearest to the weights.
+def rounded_rows(grouped: Float32Array, scales: Float32Array, zeros: Float32Array | None, bits: int) -> QuantizedRows:
+    """Blocks [N, blocks, block] in the codes that are nearest to the weights.
 
     Args:
         grouped: float32 [N, blocks, block].
         scales: float32 [N, blocks].
-        bits: bits per code.
         zeros: zero points, integers in float32 [N, blocks]; None for the middle code.
+        bits: bits per code.
     """
     half = 1 << (bits - 1)
     inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
@@ -154,13 +152,8 @@ def nearest_codes(
     # With the added 0.5, the conversion to integer rounds to nearest.
     codes += np.float32(half + 0.5) if zeros is None else (zeros + np.float32(0.5))[:, :, None]
     np.clip(codes, 0, np.float32(2 * half - 1), out=codes)
-    return pack_codes(codes.astype(np.uint8), bits)
-
-
-def rounded_rows(grouped: Float32Array, scales: Float32Array, zeros: Float32Array | None, bits: int) -> QuantizedRows:
-    """Blocks [N, blocks, block] in the codes that are nearest at scales and zero points [N, blocks]."""
     points = None if zeros is None else pack_zero_points(zeros.astype(np.uint8), bits)
-    return QuantizedRows(nearest_codes(grouped, scales, bits, zeros), scales, zero_points=points)
+    return QuantizedRows(pack_codes(codes.astype(np.uint8), bits), scales, zero_points=points)
 
 
 def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFormat) -> Float32Array:

@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from onnx.external_data_helper import set_external_data
 
 from edgerun.export.graph.nodes import MICROSOFT
-from edgerun.export.quantization.codes import default_scales, in_blocks, nearest_codes, pack_zero_points
+from edgerun.export.quantization.codes import nearest_rows
 from edgerun.models.manifest import WeightFormat
 from support.layout_graph import LayoutWriter
 from support.layout_kinds import (
@@ -299,12 +299,10 @@ def quantize_products(folder: Path, *, zero_points: bool = False) -> Path:
             continue
         name = node.input[1]
         weights = np.ascontiguousarray(numpy_helper.to_array(constants[name]).T)
-        grouped = in_blocks(weights, _FOUR_BITS)
-        scales, zeros = default_scales(grouped, replace(_FOUR_BITS, zero_points=zero_points))
-        codes = nearest_codes(grouped, scales, _FOUR_BITS.bits, zeros)
-        parts = {f"{name}_Q4": codes, f"{name}_scales": scales}
-        if zeros is not None:
-            parts[f"{name}_zero_points"] = pack_zero_points(zeros.astype(np.uint8), _FOUR_BITS.bits)
+        rounded = nearest_rows(weights, replace(_FOUR_BITS, zero_points=zero_points))
+        parts = {f"{name}_Q4": rounded.packed, f"{name}_scales": rounded.scales}
+        if rounded.zero_points is not None:
+            parts[f"{name}_zero_points"] = rounded.zero_points
         model.graph.initializer.extend(numpy_helper.from_array(each, part) for part, each in parts.items())
         node.CopyFrom(
             helper.make_node(
