@@ -57,10 +57,8 @@ def image_bytes(part: Mapping[str, Any], where: str) -> bytes:
     elif isinstance(image, str):
         head, _, encoded = image.partition(",")
         if not head.startswith("data:") or not head.endswith(";base64"):
-            raise InputError(
-                f"{where} has the URL {shown(image)}",
-                "give a data: URL in base64, or bytes; serve --allow-image-urls fetches others",
-            )
+            hint = "images are data: URLs in base64, or bytes; serve --allow-image-urls fetches others"
+            raise InputError(f"{where} has the URL {shown(image)}", hint)
         try:
             image = base64.b64decode(encoded, validate=True)
         except (ValueError, binascii.Error) as error:
