@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -19,6 +20,19 @@ def cache_folder() -> Path:
     else:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edge-run"
     return folder
+
+
+def make_private(folder: Path) -> None:
+    """Take a folder of the cache, and the files in it, from other users; does nothing if it is private or missing.
+
+    Earlier versions let others read what was learned from conversations.
+    """
+    with suppress(OSError):  # there is none, or it belongs to another user
+        if os.name == "posix" and folder.stat().st_mode & 0o077:
+            for entry in os.scandir(folder):
+                if entry.is_file(follow_symlinks=False):
+                    os.chmod(entry.path, 0o600)
+            folder.chmod(0o700)
 
 
 def data_folder() -> Path:

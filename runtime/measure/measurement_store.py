@@ -17,7 +17,7 @@ from ...models.bundle import Bundle
 from ...models.file_system import remove
 from ...models.json_file import parse_json_object, record_from_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
-from ...models.user_folders import cache_folder
+from ...models.user_folders import cache_folder, make_private
 from ...version import __version__
 from ..devices.chip import chip_name, running_architecture
 from ..devices.processor import default_threads, machine
@@ -71,6 +71,7 @@ class MeasurementStore(Generic[MeasurementT]):
     def load(self, key: MeasurementKey) -> MeasurementT | None:
         """Return the stored measurement, or None."""
         file = self.file(key)
+        make_private(file.parent)
         try:
             data = parse_json_object(read_regular(file, MAX_JSON_BYTES))
             return record_from_json(self.from_json, data) if isinstance(self.from_json, type) else self.from_json(data)
@@ -80,6 +81,7 @@ class MeasurementStore(Generic[MeasurementT]):
     def save(self, key: MeasurementKey, measurement: MeasurementT) -> Path | None:
         """Store a measurement. Returns its file, or None if the disk refuses it."""
         file = self.file(key)
+        make_private(file.parent)
         try:
             content = json.dumps(self.to_json(measurement), indent=1).encode()
             write_atomically(file, content, private=True)

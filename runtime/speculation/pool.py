@@ -16,7 +16,7 @@ from typing import Final
 from ...errors import EdgeError
 from ...models.bundle import Bundle
 from ...models.progress import Progress, silent
-from ...models.user_folders import cache_folder
+from ...models.user_folders import cache_folder, make_private
 from ..arguments.load_options import LoadOptions
 from ..graph.bound_graph import BoundGraph
 from ..graph.session import DecoderGraph
@@ -243,6 +243,7 @@ class DrafterPool:
                 new_draft_model = load_draft(draft.pair, draft.config, target)
             recycled = RecycledTable(vocab_size)
             if self._keeps_learned:
+                make_private(self._recycled_file.parent)
                 recycled.load(self._recycled_file)
             self._resources = SharedDrafting(
                 cost,
