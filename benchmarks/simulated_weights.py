@@ -82,7 +82,6 @@ class TextDivergence(PlanEvaluator):
     def of(self, weights: Weights) -> Floats:
         """Sums of KL and numbers of positions, [2, texts]."""
         self._given = weights
-        self._matrices.clear()
         own = WeightFormat(4, next(self._number))  # a new name, since results are kept by the formats
         self.divergence(dict.fromkeys(weights, own))
         return np.stack([self._sums, self._counts])

@@ -95,15 +95,21 @@ def list_repository(id_: HubId) -> Listing:
         InputError: the repository or revision does not exist, or access is denied.
     """
     from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     with _library_errors_explained(id_, "the list of files"), _library_silenced():
         api = HfApi(endpoint=endpoint(), library_name="edge-run", library_version=__version__)
-        info = api.model_info(id_.repo, revision=id_.revision, files_metadata=True, timeout=_REQUEST_S)
-        files = []
-        for each in info.siblings or ():
-            sha256 = each.lfs["sha256"] if isinstance(each.lfs, dict) else getattr(each.lfs, "sha256", None)
-            files.append({"path": each.rfilename, "bytes": each.size, "sha256": sha256, "git_oid": each.blob_id})
-        commit = str(info.sha)
+        try:
+            info = api.model_info(id_.repo, revision=id_.revision, files_metadata=True, timeout=_REQUEST_S)
+            files = []
+            for each in info.siblings or ():
+                sha256 = each.lfs["sha256"] if isinstance(each.lfs, dict) else getattr(each.lfs, "sha256", None)
+                files.append({"path": each.rfilename, "bytes": each.size, "sha256": sha256, "git_oid": each.blob_id})
+            commit = str(info.sha)
+        except HfHubHTTPError:  # some kinds of it are ValueErrors too
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _invalid_answer() from error
     listing = listing_of(id_.repo, commit, files)
     if len(commit) != 40 or not set(commit) <= set("0123456789abcdef") or (files and not listing.files):
         raise _invalid_answer()
@@ -117,17 +123,28 @@ def search_models(words: str, limit: int) -> list[FoundModel]:
         OfflineError: the environment forbids requests to the hub.
         HubError: the hub cannot be reached, or its answer is not valid.
     """
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # noqa: PLC0415
 
     require_online()
     asked: dict[str, Any] = {"search": words, "filter": ["onnx", "text-generation"], "sort": "downloads"}
     asked |= {"limit": limit, "expand": ["downloads", "usedStorage"]}
-    with _library_errors_explained(None, "the search"), _library_silenced():
+    with _library_silenced():
         headers = build_hf_headers(library_name="edge-run", library_version=__version__)
-        # The library's own function repeats a request that fails for 23 s.
-        response = get_session().get(f"{endpoint()}/api/models", params=asked, headers=headers, timeout=_REQUEST_S)
-        hf_raise_for_status(response)
-        return [FoundModel(each["id"], each["downloads"], each.get("usedStorage")) for each in response.json()]
+        try:
+            # The library's own function repeats a request that fails for 23 s.
+            url = f"{endpoint()}/api/models"
+            response = get_session().get(url, params=asked, headers=headers, timeout=_REQUEST_S)
+            hf_raise_for_status(response)
+            return [FoundModel(each["id"], each["downloads"], each.get("usedStorage")) for each in response.json()]
+        except HfHubHTTPError as error:
+            hint = "try again in a while"
+            raise HubError(f"the hub refused the search (status {error.response.status_code})", hint) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _invalid_answer() from error
+        except _transport_errors() as error:
+            what = f"{endpoint()} cannot be searched: {_reason(error)}"
+            raise ConnectionFailedError(what, "check the connection and try again") from error
 
 
 def _invalid_answer() -> HubError:
@@ -250,21 +267,15 @@ def _library_silenced() -> Iterator[None]:
 
 
 @contextmanager
-def _library_errors_explained(id_: HubId | None, what: str) -> Iterator[None]:
-    """Convert the library's errors about something of a repository, or None for a search, to edge-run's."""
+def _library_errors_explained(id_: HubId, what: str) -> Iterator[None]:
+    """Convert the library's errors to edge-run's."""
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     try:
         yield
     except HfHubHTTPError as error:
-        if id_ is None:
-            what = f"the hub refused {what} (status {error.response.status_code})"
-            raise HubError(what, "try again in a while") from error
         raise _refusal(id_, what, error) from error
     except _transport_errors() as error:
-        if id_ is None:
-            what = f"{endpoint()} cannot be searched: {_reason(error)}"
-            raise ConnectionFailedError(what, "check the connection and try again") from error
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             hint = "make room, or set HF_HOME to a folder on another disk"
             raise HubError(f"{what} of {id_.repo} cannot be written: {error.strerror}", hint) from error
@@ -272,8 +283,6 @@ def _library_errors_explained(id_: HubId | None, what: str) -> Iterator[None]:
         raise ConnectionFailedError(
             f"{what} of {id_.repo} cannot be downloaded from {endpoint()}: {_reason(error)}", hint
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _invalid_answer() from error
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:

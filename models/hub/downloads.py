@@ -18,6 +18,8 @@ from .local_store import Listing, RepoFile, Store, library_folder, models_root
 
 _MIN_FREE_BYTES: Final = 64 << 20
 """Bytes that a download leaves free on the disk."""
+_MAX_EMPTY_ATTEMPTS: Final = 2
+"""Consecutive attempts that may bring no bytes; the library retries by itself too."""
 _WAITING_REPORT_S: Final = 0.25
 """Seconds between two reports about the download of another."""
 DownloadProgress: TypeAlias = Callable[[str, int, int], None]
@@ -68,7 +70,7 @@ class PartialDownloads:
             raise HubError(what, "make room, or set HF_HOME to a folder on another disk")
 
     def _complete(self, file: RepoFile) -> FileDigest:
-        """Copy or download a file; the library makes new connections as long as they bring bytes."""
+        """Copy or download a file, with a new connection after each failure as long as attempts bring bytes."""
         partial = self._store.partial(file)
         if _size(partial) != file.bytes and not self._copied(file, partial):
             if hub_client.is_offline():
@@ -77,7 +79,17 @@ class PartialDownloads:
                     f"run edge-run pull {self.listing.repo} with a connection first",
                 )
             self._count(_size(partial))
-            hub_client.download(self.listing, file, partial, self._count)
+            empty_attempts = 0
+            while True:
+                before = _size(partial)
+                self._count(0)  # what the receiver of progress raises ends the download between two attempts too
+                try:
+                    hub_client.download(self.listing, file, partial, self._count)
+                    break
+                except hub_client.ConnectionFailedError:
+                    empty_attempts = 0 if _size(partial) > before else empty_attempts + 1
+                    if empty_attempts == _MAX_EMPTY_ATTEMPTS:
+                        raise
         else:
             self._count(file.bytes)
         return hub_client.check_download(self.listing, file, partial)
