@@ -143,9 +143,11 @@ def _read_in_large_pages(folder: Path) -> None:
     A token takes 0.93 of the time with them, and what is dropped is soon mapped again. What is in memory already is not
     read. Other weights, of which rows are read, stay in small pages, because some systems map large ones as a whole.
     """
+    if sys.platform != "linux":
+        return
     models = b"".join(each.read_bytes() for each in folder.glob("*.onnx"))
     parts = [(int(start), int(size)) for start, size in PACKED.findall(models) if int(size) >= LARGE_PAGE]
-    if sys.platform != "linux" or sum(size for _, size in parts) > available_memory() // 2:
+    if sum(size for _, size in parts) > available_memory() // 2:
         return
     for path in folder.glob("*.data"):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
