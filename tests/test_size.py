@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_921, 122, 262),
     "export": (15_694, 135, 175),
-    "runtime": (23_861, 204, 369),
+    "runtime": (23_858, 204, 369),
     "models": (3_259, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_951, "runtime.engine": 24_918, "edge.cli.run": 26_068}
+CLOSURES = {"runtime.decode": 3_951, "runtime.engine": 24_915, "edge.cli.run": 26_065}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

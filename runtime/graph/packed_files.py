@@ -143,19 +143,16 @@ def _read_in_large_pages(folder: Path) -> None:
     A token takes 0.93 of the time with them, and what is dropped is soon mapped again. What is in memory already is not
     read. Other weights, of which rows are read, stay in small pages, because some systems map large ones as a whole.
     """
-    if sys.platform != "linux":
-        return
     models = b"".join(each.read_bytes() for each in folder.glob("*.onnx"))
     parts = [(int(start), int(size)) for start, size in PACKED.findall(models) if int(size) >= LARGE_PAGE]
-    if sum(size for _, size in parts) > available_memory() // 2:
-        return
-    for path in folder.glob("*.data"):
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            for start, size in parts:
-                for place in range(start, min(start + size, len(pages)), LARGE_PAGE):
-                    pages[place]
-                    pages.madvise(mmap.MADV_DONTNEED, place, min(LARGE_PAGE, len(pages) - place))
+    if sys.platform == "linux" and sum(size for _, size in parts) <= available_memory() // 2:
+        for path in folder.glob("*.data"):
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+                for start, size in parts:
+                    for place in range(start, min(start + size, len(pages)), LARGE_PAGE):
+                        pages[place]
+                        pages.madvise(mmap.MADV_DONTNEED, place, min(LARGE_PAGE, len(pages) - place))
 
 
 def verify_folder(folder: Path) -> bool:
