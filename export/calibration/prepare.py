@@ -97,6 +97,35 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         plan = allocation.plan
     plan = with_methods(recipe.quant_plan(config) if plan is None else plan, recipe.methods)
     independent = PlanEvaluator(model, text.held_out, store.weights, folder / "independent")
+    store = _quantized(model, text, plan, store, recipe, folder, progress)
+    uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
+    statistics = StatisticsStore(folder / _STATISTICS, config)
+    return CalibratedModel(
+        source=store,
+        plan=plan,
+        text=text,
+        statistics=statistics,
+        evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
+        independent_evaluator=independent,
+        uncalibrated_evaluator=PlanEvaluator(checkpoint, text.held_out, uncalibrated.weights, folder / "uncalibrated"),
+        allocation=allocation,
+        times=times,
+        notes=tuple(rare_experts(statistics, config)) if recipe.calibrated else (),
+        task_words=task_words,
+    )
+
+
+def _quantized(
+    model: SourceModel,
+    text: CalibrationText,
+    plan: QuantPlan,
+    store: QuantizedLinearStore,
+    recipe: ExportRecipe,
+    folder: Path,
+    progress: Progress,
+) -> QuantizedLinearStore:
+    """Quantize every linear by a plan, GPTQ one after the other; returns the store that has them."""
+    config = model.config
     if any(each.method is Method.GPTQ for each in plan.values()):
         key = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()[:16]
         store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
@@ -114,21 +143,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
             if linear.paired is not None:
                 store.make(linear.paired, plan[linear.paired.name])
             progress(STAGE, number / len(linears))
-    uncalibrated = QuantizedLinearStore(checkpoint.source, config, folder / "uncalibrated" / "linears")
-    statistics = StatisticsStore(folder / _STATISTICS, config)
-    return CalibratedModel(
-        source=store,
-        plan=plan,
-        text=text,
-        statistics=statistics,
-        evaluator=PlanEvaluator(model, text.held_out, store.weights, folder / "held-out"),
-        independent_evaluator=independent,
-        uncalibrated_evaluator=PlanEvaluator(checkpoint, text.held_out, uncalibrated.weights, folder / "uncalibrated"),
-        allocation=allocation,
-        times=times,
-        notes=tuple(rare_experts(statistics, config)) if recipe.calibrated else (),
-        task_words=task_words,
-    )
+    return store
 
 
 def calibrate(
