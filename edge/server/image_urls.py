@@ -25,6 +25,8 @@ _SECONDS: Final = 20.0
 """Time within which all images of a request have to be there."""
 _MAX_REDIRECTS: Final = 3
 _FETCHERS: Final = ThreadPoolExecutor(8, "edge-run image")
+_RESOLVERS: Final = ThreadPoolExecutor(8, "edge-run host")
+"""Threads that look up names of hosts, since a look-up itself has no time limit."""
 _UNICAST, _TUNNELS = map(ipaddress.ip_network, ("2000::/3", "2002::/16"))
 
 
@@ -96,7 +98,8 @@ class _Fetcher:
         host, is_secure = parts.hostname, parts.scheme == "https"
         if parts.scheme not in ("http", "https") or not host or parts.username is not None:
             raise ValueError("it is not an http or https URL of a host without a user's name")
-        family, address = _public_address(host, parts.port or (443 if is_secure else 80))
+        looked_up = _RESOLVERS.submit(_public_address, host, parts.port or (443 if is_secure else 80))
+        family, address = looked_up.result(self._seconds())
         with closing(HTTPConnection(host)) as connection, socket.socket(family) as sock, sock.dup() as same:
             # The timeout of a socket begins again with every byte.
             timer = Timer(self._seconds(), _end, (same,))

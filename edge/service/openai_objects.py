@@ -99,9 +99,8 @@ def model_object(name: str, created: int, capabilities: Sequence[str]) -> dict[s
         created: when the model was made, in seconds since 1970.
         capabilities: see `service.model_files.capabilities`.
     """
-    # Objects of language models have OpenAI's fields and no others.
-    told = {} if "completion" in capabilities else {"capabilities": capabilities}
-    return {"id": name, "object": "model", "created": created, "owned_by": "edge-run", **told}
+    told = {"id": name, "object": "model", "created": created, "owned_by": "edge-run"}
+    return {**told, "capabilities": list(capabilities)}
 
 
 def embedding_list(

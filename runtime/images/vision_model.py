@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from .image_processor import Floats, ProcessedImage
 from .image_processors import processor_of
 from .image_tokens import tokens_of
 
+_log: Final = logging.getLogger(__name__)
 KEPT_BYTES: Final = 256 << 20
 """Most bytes of images and features that are kept, besides those of the latest image."""
 
@@ -91,6 +93,9 @@ class VisionModel:
         made = SeenImage(self, digest, image)
         with self._lock:
             if self._preloading is None:
+                if self._bundle.manifest is None and self.processor.bidirectional:
+                    lack = "tokens of an image attend to earlier ones alone in this export, so answers are worse"
+                    _log.warning("%s: %s; export the checkpoint with edge-run export", self._bundle.folder.name, lack)
                 self._preloading = IdleThread(self._queue, lambda _: self._preload(image.tiles[0]), "edge-run images")
                 self._preloading.start()
             self._seen[digest] = made

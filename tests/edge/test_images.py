@@ -206,7 +206,11 @@ def test_after_a_restart_an_image_is_read_from_disk(tmp_path: Path) -> None:
 
 def test_clients_learn_which_models_see(server: Served) -> None:
     for name, sees in (("seeing", True), ("bundle", False)):
-        assert ("vision" in server.request("POST", "/api/show", {"model": name}).json()["capabilities"]) is sees
+        for said in (
+            server.request("POST", "/api/show", {"model": name}),
+            server.request("GET", f"/v1/models/{name}"),
+        ):
+            assert ("vision" in said.json()["capabilities"]) is sees
 
 
 def test_a_session_keeps_its_images_in_a_file(bundle: Path, tmp_path: Path) -> None:
@@ -314,6 +318,26 @@ def test_the_terminal_takes_images_by_command_and_by_dropping(
     assert three.content == answer(engine, base64.b64decode(kept_image(IMAGES[2]).partition(",")[2]))
     exported = json.loads((tmp_path / "last.json").read_text(encoding="utf-8"))
     assert exported["conversations"][0]["messages"][0]["attachments"][0]["image"] == kept_image(IMAGES[2])
+
+
+def test_the_terminal_refuses_images_of_a_model_that_reads_text_alone(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
+    (tmp_path / "a.png").write_bytes(IMAGES[0])
+    with terminal_screen([*EDGE_RUN, str(tiny_bundle), "-n", "4"], columns=300, environment={"TERM": "dumb"}) as screen:
+        screen.wait_for(lambda: "> " in screen.output)
+        for count, line in enumerate((f"/image {tmp_path}/a.png", f"{tmp_path}/a.png {TEXT}"), 1):
+            screen.type(line + "\n")
+            screen.wait_for(lambda count=count: screen.output.count("reads text alone") == count)
+            screen.wait_for(lambda: screen.output.endswith("\n> "))
+        said = [each for each in screen.output.splitlines() if "reads text alone" in each]
+        assert len(said) == 2
+        assert all("a vision tower" in each for each in said)
+        screen.type("/quit\n")
+        assert screen.end() == 0
+    with ConversationStore(tmp_path / "conversations.sqlite3") as store:
+        assert not store.conversations()
 
 
 def test_the_app_keeps_images_with_their_conversation(bundle: Path, engine: Engine, tmp_path: Path) -> None:

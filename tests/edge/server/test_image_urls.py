@@ -152,6 +152,14 @@ def test_what_cannot_be_fetched_is_said_in_one_line(server: Served, web: Any, mo
         assert "cannot be fetched" in refused(server, wrong)
     monkeypatch.setattr(image_urls, "_SECONDS", 0.5)
     assert "take more than 0.5 seconds" in refused(server, f"{base}/slow")
+    ending, look_up = threading.Event(), socket.getaddrinfo
+
+    def resolve(host: str, *others: Any, **named: Any) -> Any:
+        return [] if host == "slow.example" and ending.wait() else look_up(host, *others, **named)
+
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", resolve)
+    assert "take more than 0.5 seconds" in refused(server, "http://slow.example/a.png")
+    ending.set()
 
 
 def test_addresses_of_this_machine_and_its_networks_are_refused(server: Served, web: Any, monkeypatch: Patch) -> None:

@@ -31,10 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "qwen2_vl", "qwen2_5_vl"])
-def test_transformers_js(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_js(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     source = write_vision_checkpoint(tmp_path / "checkpoint", "qwen2_5_vl" if family == "qwen2_vl" else family)
     source = write_qwen2_vl(tmp_path / "qwen2_vl", source) if family == "qwen2_vl" else source
     check(write_transformers_js(tmp_path / "model", source, family), source, family, monkeypatch)
+    assert caplog.text.count("attend to earlier ones alone") == (family == "gemma3")
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "lfm2_vl"])
