@@ -121,7 +121,7 @@ class GgufModel(ModelSource):
         config = {**self._settings, **tokens}
         if self.vision is not None:
             mmproj = self.vision.mmproj
-            config = {**mmproj.seeing_config(config, vocabulary.find(mmproj.projector.placeholder)), **tokens}
+            config = {**mmproj.seeing_config(config, vocabulary.find(mmproj.placeholder)), **tokens}
             self._write("preprocessor_config.json", mmproj.processor_settings(config))
         self._write("config.json", config)
         self._write("generation_config.json", tokens)

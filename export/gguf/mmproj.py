@@ -2,97 +2,46 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError
 from ...models.gguf_header import AGAIN, GgufHeader, read_gguf_header
-from ..architectures.vision import GEMMA3, IDEFICS3, LFM2_VL, QWEN2_5_VL, QWEN3_VL, VisionFamily
+from ...runtime.images.image_processors import PROCESSORS
+from ..architectures import find_family
+from ..architectures.vision import LFM2_VL, QWEN2_5_VL, QWEN3_VL
 
-_LAYER: Final = re.compile(r"v\.(blk|deepstack)\.(0|[1-9]\d{0,3})\.(\w+)")
+_QKV: Final = ("attn_q", "attn_k", "attn_v", "attn_qkv")
+_LAYER: Final = ("ln1", "ln2", "attn_out", "ffn_down", "ffn_up", "ffn_gate")
+"""Other modules of a layer."""
+_MOST_LAYERS: Final = 1000
 _DEEPSTACK: Final = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 _TEMPORAL: Final = 2
 """Number of kernels of a patch in towers of Qwen-VL, which take an image as two frames."""
 
 
-@dataclass(frozen=True)
-class Projector:
+class Projector(NamedTuple):
     """A kind of projector, and the model that has it."""
 
     architecture: str
     """The general.architecture of the language model beside it."""
     model_type: str
-    text_type: str
-    """The model_type of the language model in config.json."""
-    placeholder: str
-    family: VisionFamily
-    """How tower and projector are called in a Hugging Face checkpoint."""
+    """That of a checkpoint of such a model."""
     modules: Mapping[str, str]
     """Modules of the projector, by their names in the file."""
 
-    @property
-    def outer(self) -> dict[str, str]:
-        """Modules in a checkpoint, except those of layers, by their names in the file."""
-        family = self.family
-        tower = {"patch_embd": family.patches, "position_embd": family.positions, "post_ln": "post_layernorm"}
-        own = {f"v.{name}": f"{family.towers[0]}.{module}" for name, module in tower.items() if module}
-        return own | {name: f"{family.projectors[0]}.{module}" for name, module in self.modules.items()}
-
-    @property
-    def layer(self) -> dict[str, str]:
-        """Modules of a layer in a checkpoint, by their names in the file."""
-        family = self.family
-        apart = family.qkv if len(family.qkv) == 3 else ("attn.q", "attn.k", "attn.v")
-        names = ["ln1", "ln2", "attn_q", "attn_k", "attn_v", "attn_out", "ffn_down", "ffn_up", "ffn_gate"]
-        found = dict(zip(names, (*family.norms, *apart, family.output, *reversed(family.mlp)), strict=False))
-        return found if apart is family.qkv else {**found, "attn_qkv": family.qkv[0]}
-
 
 _QWEN_MERGER: Final = ("v.post_ln", "mm.0", "mm.2")
+_LFM2_MERGER: Final = ("mm.input_norm", "mm.1", "mm.2")
+_GEMMA3: Final = {"mm.input_projection": "mm_input_projection", "mm.soft_emb_norm": "mm_soft_emb_norm"}
 PROJECTORS: Final[Mapping[str, Projector]] = {
-    "idefics3": Projector(
-        architecture="llama",
-        model_type="smolvlm",
-        text_type="llama",
-        placeholder="<image>",
-        family=IDEFICS3,
-        modules={"mm.model.fc": "modality_projection.proj"},
-    ),
-    "gemma3": Projector(
-        architecture="gemma3",
-        model_type="gemma3",
-        text_type="gemma3_text",
-        placeholder="<image_soft_token>",
-        family=GEMMA3,
-        modules={"mm.input_projection": "mm_input_projection", "mm.soft_emb_norm": "mm_soft_emb_norm"},
-    ),
-    "qwen2.5vl_merger": Projector(
-        architecture="qwen2vl",
-        model_type="qwen2_5_vl",
-        text_type="qwen2_5_vl_text",
-        placeholder="<|image_pad|>",
-        family=QWEN2_5_VL,
-        modules=dict(zip(_QWEN_MERGER, QWEN2_5_VL.merger, strict=True)),
-    ),
-    "qwen3vl_merger": Projector(
-        architecture="qwen3vl",
-        model_type="qwen3_vl",
-        text_type="qwen3_vl_text",
-        placeholder="<|image_pad|>",
-        family=QWEN3_VL,
-        modules=dict(zip(_QWEN_MERGER, QWEN3_VL.merger, strict=True)),
-    ),
-    "lfm2": Projector(
-        architecture="lfm2",
-        model_type="lfm2_vl",
-        text_type="lfm2",
-        placeholder="<image>",
-        family=LFM2_VL,
-        modules=dict(zip(("mm.input_norm", "mm.1", "mm.2"), LFM2_VL.merger, strict=True)),
-    ),
+    "idefics3": Projector("llama", "smolvlm", {"mm.model.fc": "modality_projection.proj"}),
+    "gemma3": Projector("gemma3", "gemma3", _GEMMA3),
+    "qwen2.5vl_merger": Projector("qwen2vl", "qwen2_5_vl", dict(zip(_QWEN_MERGER, QWEN2_5_VL.merger, strict=True))),
+    "qwen3vl_merger": Projector("qwen3vl", "qwen3_vl", dict(zip(_QWEN_MERGER, QWEN3_VL.merger, strict=True))),
+    "lfm2": Projector("lfm2", "lfm2_vl", dict(zip(_LFM2_MERGER, LFM2_VL.merger, strict=True))),
 }
 """By clip.projector_type."""
 
@@ -114,6 +63,10 @@ class Mmproj:
             raise header.wrong(what, hint)
         self.kind: Final[str] = kind
         self.projector: Final = PROJECTORS[kind]
+        self.placeholder: Final = PROCESSORS[self.projector.model_type].slot
+        """The token of a feature."""
+        self._traits: Final = find_family(self.projector.model_type)
+        self._is_qwen: Final = self.projector.model_type.startswith("qwen")
         flags = header.metadata.get("clip.vision.is_deepstack_layers")
         self.deepstack: Final = [number for number, flag in enumerate(flags if isinstance(flags, list) else []) if flag]
         """Layers that give features too."""
@@ -126,16 +79,35 @@ class Mmproj:
         """
         frame = ".1" if name == "v.patch_embd.weight.1" else ""
         module, _, kind = name.removesuffix(frame).rpartition(".")
-        layer, found = _LAYER.fullmatch(module), self.projector.outer.get(module)
-        if layer is not None and layer[1] == "blk" and layer[3] in self.projector.layer:
-            family = self.projector.family
-            found = f"{family.towers[0]}.{family.layers}.{layer[2]}.{self.projector.layer[layer[3]]}"
-        elif layer is not None and int(layer[2]) in self.deepstack and layer[3] in _DEEPSTACK:
-            number = self.deepstack.index(int(layer[2]))
-            found = f"{self.projector.family.towers[0]}.deepstack_merger_list.{number}.{_DEEPSTACK[layer[3]]}"
-        if found is None:
+        if (found := self._modules.get(module)) is None:
             raise self.header.wrong(f"{name[:60]!r} is not part of a vision tower of the kind {self.kind}", AGAIN)
         return f"{found}_weight" if module == "mm.input_projection" else f"{found}.{kind}{frame}"
+
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """The modules of a checkpoint by their names in the file."""
+        family = self._traits.vision
+        assert family is not None  # noqa: S101  every model here has a tower
+        tower, projector = family.towers[0], family.projectors[0]
+        outer = {"v.patch_embd": family.patches, "v.position_embd": family.positions, "v.post_ln": "post_layernorm"}
+        qkv = family.qkv if len(family.qkv) == 3 else ("attn.q", "attn.k", "attn.v", *family.qkv)
+        layer = dict(zip(_QKV, qkv, strict=False))
+        layer |= dict(zip(_LAYER, (*family.norms, family.output, *reversed(family.mlp)), strict=False))
+        layers = range(min(self.header.required_count("clip.vision.block_count"), _MOST_LAYERS))
+        return {
+            **{name: f"{tower}.{module}" for name, module in outer.items() if module},
+            **{
+                f"v.blk.{index}.{name}": f"{tower}.{family.layers}.{index}.{module}"
+                for index in layers
+                for name, module in layer.items()
+            },
+            **{
+                f"v.deepstack.{each}.{name}": f"{tower}.deepstack_merger_list.{index}.{module}"
+                for index, each in enumerate(self.deepstack)
+                for name, module in _DEEPSTACK.items()
+            },
+            **{name: f"{projector}.{module}" for name, module in self.projector.modules.items()},
+        }
 
     def seeing_config(self, text: Mapping[str, Any], image_token: int | None) -> dict[str, Any]:
         """The config.json of a model with that tower and a language model.
@@ -145,9 +117,9 @@ class Mmproj:
         """
         header = self.header
         if image_token is None:
-            what = f"the language model has no token {self.projector.placeholder}"
+            what = f"the language model has no token {self.placeholder}"
             raise header.wrong(what, "the files belong to different models")
-        is_qwen, vision = self.projector.text_type.endswith("_vl_text"), self._vision_settings()
+        is_qwen, vision = self._is_qwen, self._vision_settings()
         if not is_qwen:
             vision["layer_norm_eps"] = header.required(header.positive, "clip.vision.attention.layer_norm_epsilon")
         side = vision["image_size"] // vision["patch_size"]
@@ -162,7 +134,7 @@ class Mmproj:
             merged |= {"projector_hidden_size": self._rows("mm.1.weight")}
         return {
             "model_type": self.projector.model_type,
-            "text_config": {**text, "model_type": self.projector.text_type},
+            "text_config": {**text, "model_type": self._traits.nested_type},
             "vision_config": vision,
             "image_token_id": image_token,
             "tie_word_embeddings": text["tie_word_embeddings"],
@@ -170,7 +142,7 @@ class Mmproj:
         }
 
     def _vision_settings(self) -> dict[str, Any]:
-        header, is_qwen = self.header, self.projector.text_type.endswith("_vl_text")
+        header, is_qwen = self.header, self._is_qwen
         counts = {
             "hidden_size": "embedding_length",
             "intermediate_size": "feed_forward_length",

@@ -208,6 +208,10 @@ class _NativeTower(_Tower):
         nodes, vision = self._nodes, self._vision
         if not vision.family.siglip2:
             self._append_rotation()
+        if vision.full_layers is not None:
+            zero = nodes.constant("zero", np.array(0, np.int64))
+            present = nodes.add("GreaterOrEqual", [WINDOWS, zero], "windows.present")
+            nodes.add("Cast", [present], "windows.mask", to=TensorProto.INT32)
         states, features = self._patches(), []
         for index in range(vision.layers):
             states = self._layer(index, states)
@@ -236,7 +240,7 @@ class _NativeTower(_Tower):
         if vision.family.positions is not None:
             embedded = nodes.add("Add", [embedded, self._tensor(f"{module}.bias", (hidden,))], "patches.biased")
             embedded = nodes.add("Add", [embedded, self._learned_positions()], "patches.placed")
-        return nodes.add("Unsqueeze", [embedded, nodes.integers("first.axis", 0)], "embedded")
+        return nodes.add("Unsqueeze", [embedded, nodes.integers("first", 0)], "embedded")
 
     def _learned_positions(self) -> str:
         """The position embeddings of a square, interpolated to the rows and columns of the image, [P, hidden]."""
@@ -250,7 +254,7 @@ class _NativeTower(_Tower):
         return nodes.add("GatherND", [grid, POSITIONS], "positions")
 
     def _append_rotation(self) -> None:
-        """Append cosines and sines [P, head / 2] of rows, then of columns, and their indices [1, P]."""
+        """Append cosines and sines [P, head / 2] of rows, then of columns."""
         nodes, vision = self._nodes, self._vision
         size = vision.hidden_size // vision.heads // 2
         frequencies = nodes.constant("frequencies", 10000.0 ** (-np.arange(0, size, 2, dtype=np.float32) / size))
@@ -260,50 +264,25 @@ class _NativeTower(_Tower):
         joined = nodes.add("Reshape", [angles, nodes.integers("angles.shape", 0, size)], "angles")
         nodes.add("Cos", [joined], "cosines")
         nodes.add("Sin", [joined], "sines")
-        count = nodes.add("Shape", [POSITIONS], "patch.count", start=0, end=1)
-        scalar = nodes.add("Squeeze", [count], "patch.number")
-        bounds = [nodes.constant(f"range.{each}", np.array(each, np.int64)) for each in (0, 1)]
-        numbered = nodes.add("Range", [bounds[0], scalar, bounds[1]], "patch.indices.flat")
-        nodes.add("Unsqueeze", [numbered, nodes.integers("first.axis", 0)], "patch.indices")
 
     def _attend(self, index: int, parts: list[str], name: str) -> str:
         """Append rotation and attention, within windows in some layers."""
         nodes, vision = self._nodes, self._vision
         if vision.family.siglip2:
             return super()._attend(index, parts, name)
-        rotated = [
-            nodes.add(
-                "RotaryEmbedding",
-                [part, "patch.indices", "cosines", "sines"],
-                f"{part}.rotated",
-                MICROSOFT,
-                num_heads=vision.heads,
-            )
-            for part in parts[:2]
-        ]
-        parts = [*rotated, parts[2]]
+        first = nodes.integers("first", 0)  # as positions: the row of the first patch, where the others follow
+        for place, part in enumerate(parts[:2]):
+            inputs = [part, first, "cosines", "sines"]
+            parts[place] = nodes.add("RotaryEmbedding", inputs, f"{part}.rotated", MICROSOFT, num_heads=vision.heads)
         if vision.full_layers is None or index in vision.full_layers:
             return super()._attend(index, parts, name)
-        first = nodes.integers("first.axis", 0)
         flat = [nodes.add("Squeeze", [part, first], f"{part}.flat") for part in parts]
         windows = [nodes.add("Gather", [part, WINDOWS], f"{part}.windows", axis=0) for part in flat]
-        inputs = [*windows, "", "", self._window_bias()]
+        inputs = [*windows, "", "windows.mask"]
         attended = nodes.add("MultiHeadAttention", inputs, f"{name}.windows", MICROSOFT, num_heads=vision.heads)
         rows = nodes.add("Reshape", [attended, nodes.integers("rows", -1, vision.hidden_size)], f"{name}.rows")
         ordered = nodes.add("Gather", [rows, WINDOW_SLOTS], f"{name}.flat", axis=0)
         return nodes.add("Unsqueeze", [ordered, first], name)
-
-    def _window_bias(self) -> str:
-        """The bias [W, 1, S, S] that hides the places without a patch, whose indices are -1; appended once."""
-        nodes, name = self._nodes, "windows.bias"
-        if any(name in node.output for node in nodes.protos):
-            return name
-        absent = nodes.add("Less", [WINDOWS, nodes.constant("range.0", np.array(0, np.int64))], "windows.absent")
-        hidden = nodes.add("Where", [absent, nodes.scalar("hidden", -1e9), nodes.scalar("seen", 0.0)], "windows.keys")
-        keys = nodes.add("Unsqueeze", [hidden, nodes.integers("window.axes", 1, 2)], "windows.by_key")
-        queries = nodes.add("Unsqueeze", [hidden, nodes.integers("query.axes", 1, 3)], "windows.by_query")
-        none = nodes.add("Mul", [queries, nodes.scalar("seen", 0.0)], "windows.zeros")
-        return nodes.add("Add", [keys, none], name)
 
     def _merged(self, module: str, states: str, *, merged_norm: bool) -> str:
         """The squares of patches as tokens, [1, N, output], normed patch by patch or together."""

@@ -97,7 +97,7 @@ class Encoder:
             EdgeError: `cancelled` returned True, or the encoder is closed.
             InputError: the model gives scores, or a text is empty.
         """
-        graph = self._open(SCORE, wanted=False)
+        graph = self._open(scores=False)
         encode = partial(self.tokenizer.encode, add_special_tokens=True)
         given = checked_token_ids(texts, encode, "text", self.context, self.vocab_size)
         vectors = {}
@@ -130,7 +130,7 @@ class Encoder:
             EdgeError: `cancelled` returned True, or the encoder is closed.
             InputError: the model gives no score, or several, for a pair, or there is an instruction.
         """
-        graph = self._open(SCORE, wanted=True)
+        graph = self._open(scores=True)
         if instruction is not None:
             raise InputError(f"{self.name} takes no instruction", "leave it out")
         pairs = [self.tokenizer.encode_pair(query, each) for each in documents]
@@ -163,17 +163,17 @@ class Encoder:
         pooled: npt.NDArray[np.float64] = states.mean(axis=0, dtype=np.float64)
         return pooled
 
-    def _open(self, output: str, *, wanted: bool) -> EncoderGraph:
-        """The graph, whose output must be the one named, or another.
+    def _open(self, *, scores: bool) -> EncoderGraph:
+        """The graph, which must give scores of pairs, or vectors.
 
         Raises:
             EdgeError: the encoder is closed.
-            InputError: its output is not as wanted.
+            InputError: it gives the other.
         """
         if self._graph is None:
             raise EdgeError("this encoder is closed", "load the model again")
-        if (self._graph.output == output) is not wanted:
-            made, other = ("vectors", "scores of pairs") if wanted else ("scores of pairs", "vectors")
+        if (self._graph.output == SCORE) is not scores:
+            made, other = ("vectors", "scores of pairs") if scores else ("scores of pairs", "vectors")
             raise InputError(f"{self.name} makes {made} of texts, not {other}", "choose another model")
         return self._graph
 

@@ -131,7 +131,7 @@ def joined_graph(bundle: Bundle) -> bytes | None:
 
     joined = with_embedding(bundle.graph, bundle.embedding, processor_of(bundle).token_id)
     try:
-        return joined and image_graph(bundle.graph, bundle.hidden_size, model=joined)[0]
+        return joined and image_graph(bundle.graph, bundle.hidden_size, None, joined)[0]
     except CannotRewriteError:
         return joined
 

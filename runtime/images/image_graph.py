@@ -25,7 +25,6 @@ from .image_processor import ImageProcessor
 
 FEATURES: Final = "image_features"
 ROWS: Final = "image_rows"
-INDICES: Final = "rotary_indices"
 ROTARY: Final = ("rotary_cosines", "rotary_sines")
 Tables: TypeAlias = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 _EMBEDDED: Final = ("embedded.scaled", "embedded", "embedded.joined", EMBEDDINGS)
@@ -73,7 +72,6 @@ class ImageGraph(FurtherGraph):
         if axes is not None and positions is not None and self._tables is not None:
             pairs = np.arange(axes.size)
             inputs |= {name: table[positions[axes].T, pairs] for name, table in zip(ROTARY, self._tables, strict=True)}
-            inputs[INDICES] = np.arange(positions.shape[1])[None]
         return inputs
 
     def load(self) -> GraphSession:
@@ -86,39 +84,27 @@ class ImageGraph(FurtherGraph):
             return self._own
         graph, serialized = self._form
         try:
-            model, self._tables = image_graph(
-                graph,
-                self._hidden_size,
-                self._processor.layers,
-                bidirectional=self._processor.bidirectional,
-                own_rotation=self._processor.has_axes,
-                model=serialized,
-            )
+            model, self._tables = image_graph(graph, self._hidden_size, self._processor, serialized)
         except CannotRewriteError as error:
             raise BundleError(f"{graph} cannot take images: {error}", "export it with edge-run export") from error
         return self._own.beside(graph, model)
 
 
 def image_graph(
-    graph: Path,
-    hidden_size: int,
-    layers: int = 0,
-    *,
-    bidirectional: bool = False,
-    own_rotation: bool = False,
-    model: bytes | None = None,
+    graph: Path, hidden_size: int, processor: ImageProcessor | None, model: bytes | None
 ) -> tuple[bytes, Tables | None]:
     """A decoder graph with two more inputs: `image_features` float32 `[1 + L, N, hidden]`, of which the first take the
     place of the embeddings at `image_rows` int64 `[N, 2]`, each 0 and the index of a new token. The others are added to
     the outputs of the first L layers there.
 
+    Where tokens of an image attend to each other, the caller's bias alone says which of the new tokens attend to later
+    ones. Where positions have axes, the cosines and sines of the new tokens are inputs too, `ROTARY` `[M, pairs]`.
+
     Args:
         graph: the model file; the result refers to the same weights, relative to its folder.
         hidden_size: channels of an embedding.
-        layers: number of layers with features, L.
-        bidirectional: whether the caller's bias alone says which of the new tokens attend to later ones.
-        own_rotation: whether the cosines and sines of the new tokens are inputs too, `ROTARY` `[M, pairs]`, with their
-            numbers in `INDICES` `[1, M]`.
+        processor: the model's image processor, which says how many layers have features, L; None for a graph that has
+            nothing but the two inputs.
         model: the serialized graph where it differs from the file.
 
     Returns:
@@ -129,12 +115,14 @@ def image_graph(
         CannotRewriteError: the graph is not one that edge-run has exported, or has attention that cannot do so.
     """
     editor = GraphEditor(graph, model)
-    _take_features(editor, hidden_size, layers)
-    if bidirectional:
+    _take_features(editor, hidden_size, 0 if processor is None else processor.layers)
+    if processor is None:
+        return editor.serialized(), None
+    if processor.bidirectional:
         from ..long_context.dense_attention import dense_graph  # noqa: PLC0415 -- one family needs it
 
         return dense_graph(editor, causal=False), None
-    tables = _rotate_by_inputs(editor) if own_rotation else None
+    tables = _rotate_by_inputs(editor) if processor.has_axes else None
     return editor.serialized(), tables
 
 
@@ -194,9 +182,9 @@ def _rotate_by_inputs(editor: GraphEditor) -> Tables:
     if len(tables) != 2 or tables[0] is None or tables[1] is None:
         raise CannotRewriteError("its rotation is not known")
     pairs = tables[0].shape[1]
-    _add_input(editor, INDICES, [1, "M"], np.zeros((1, 1), np.int64))
     for name in ROTARY:
         _add_input(editor, name, ["M", pairs], np.zeros((1, pairs), np.float32))
+    first = editor.integers("images.first", 0)  # a number alone is the row of the first token
     for each in rotations:
-        each.input[1:4] = [INDICES, *ROTARY]
+        each.input[1:4] = [first, *ROTARY]
     return tables[0], tables[1]

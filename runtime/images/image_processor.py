@@ -60,6 +60,9 @@ class ImageProcessor(ABC):
             BundleError: they are missing or malformed.
         """
         self.config: Final = bundle.json_file("config.json") or bundle.genai
+        vision = self.config.get("vision_config")
+        self.vision: Final[Mapping[str, Any]] = vision if isinstance(vision, dict) else {}
+        """Settings of the vision tower."""
         processor = bundle.json_file("processor_config.json")
         nested = processor.get("image_processor")
         images = bundle.json_file("preprocessor_config.json") or (nested if isinstance(nested, dict) else {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,26 +33,19 @@ class Idefics3Processor(ImageProcessor):
     def process(self, image: Image) -> ProcessedImage:
         """Cut an image into tiles, unless splitting is off or one tile holds it."""
         tile, side = self.side("max_image_size", "longest_edge"), self.side("size", "longest_edge")
+        tokens, around = self.whole("image_seq_len", 169), "<fake_token_around_image>"
+        own, text = self.slot * tokens, ""
+        tiles: list[Image] = []
         image = self.resized(image, *_by_longest_edge(image.height, image.width, side))
-        if not self.settings.get("do_image_splitting", True):
-            return self._processed([self.resized(image, tile, tile)], 0, 0)
-        image = self.resized(image, *_in_tiles(image.height, image.width, tile))
-        rows, columns = image.height // tile, image.width // tile
-        if rows == columns == 1:
-            return self._processed([image], 0, 0)
-        places = [(column * tile, row * tile) for row in range(rows) for column in range(columns)]
-        tiles = [image.crop((left, top, left + tile, top + tile)) for left, top in places]
-        return self._processed([*tiles, self.resized(image, tile, tile)], rows, columns)
-
-    def _processed(self, tiles: Sequence[Image], rows: int, columns: int) -> ProcessedImage:
-        tokens = self.whole("image_seq_len", 169)
-        around, own = "<fake_token_around_image>", self.slot * tokens
-        lines = [
-            "".join(f"{around}<row_{row}_col_{column}>{own}" for column in range(1, columns + 1)) + "\n"
-            for row in range(1, rows + 1)
-        ]
-        split = "".join(lines) + "\n" if lines else ""
-        text = f"{split}{around}<global-img>{own}{around}"
+        if self.settings.get("do_image_splitting", True):
+            image = self.resized(image, *_in_tiles(image.height, image.width, tile))
+            if max(image.size) > tile:
+                tiles = _cut(image, tile)
+                columns, rows = (range(1, each // tile + 1) for each in image.size)
+                lines = ("".join(f"{around}<row_{row}_col_{each}>{own}" for each in columns) for row in rows)
+                text = "".join(f"{line}\n" for line in lines) + "\n"
+        tiles.append(self.resized(image, tile, tile))
+        text += f"{around}<global-img>{own}{around}"
         return ProcessedImage(text, [np.asarray(each) for each in tiles], [tokens] * len(tiles))
 
 
@@ -114,15 +108,13 @@ class QwenProcessor(NativeProcessor):
     def __init__(self, bundle: Bundle) -> None:
         """Read the settings of a model; errors as for other processors."""
         super().__init__(bundle)
-        vision = self.config.get("vision_config")
-        self._vision: Final[Mapping[str, Any]] = vision if isinstance(vision, dict) else {}
         self._interleaved: Final = bundle.family == "qwen3_vl"
         self.frames = self.whole("temporal_patch_size", 2)
 
     @property
     def layers(self) -> int:
         """As many as layers of the tower give features (DeepStack)."""
-        listed = self._vision.get("deepstack_visual_indexes", [8, 16, 24])
+        listed = self.vision.get("deepstack_visual_indexes", [8, 16, 24])
         return len(listed) if self._interleaved and isinstance(listed, list) else 0
 
     @property
@@ -160,10 +152,10 @@ class QwenProcessor(NativeProcessor):
     def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Flat patches with their places, and windows or shares of learned positions, as towers have them."""
         inputs, patch = super().inputs(tile), self.patch
-        if (window := self._vision.get("window_size", 112)) and not self._interleaved:
+        if (window := self.vision.get("window_size", 112)) and not self._interleaved:
             inputs |= _windows(inputs["patch_positions"], window // patch // self.merge * self.merge)
         if self._interleaved:
-            side = int(self._vision.get("num_position_embeddings", 2304) ** 0.5)
+            side = int(self.vision.get("num_position_embeddings", 2304) ** 0.5)
             places = [np.linspace(0, side - 1, each // patch) for each in tile.shape[:2]]
             inputs |= _position_shares(places, side)
         return inputs
@@ -194,34 +186,32 @@ class Lfm2Processor(NativeProcessor):
         whole = self.resized(image, *_in_squares(image.height, image.width, step, least, most, smallest=step))
         about = math.prod(max(self.patch, round(each / step) * step) for each in image.size)
         is_large = about > most * self.number("max_pixels_tolerance", 2.0)
-        if not is_large or most_tiles == 1 or not self.settings.get("do_image_splitting", True):
-            return self._processed([whole])
-        side = self.whole("tile_size", 512)
-        columns, rows = _grid(image.width, image.height, side, self.whole("min_tiles", 2), most_tiles)
-        image = self.resized(image, rows * side, columns * side)
-        places = [(column * side, row * side) for row in range(rows) for column in range(columns)]
-        tiles = [image.crop((left, top, left + side, top + side)) for left, top in places]
-        names = [f"<|img_row_{top // side + 1}_col_{left // side + 1}|>" for left, top in places]
-        if len(tiles) > 1 and self.settings.get("use_thumbnail", True):
-            tiles, names = [*tiles, whole], [*names, "<|img_thumbnail|>"]
-        return self._processed(tiles, names)
-
-    def _processed(self, tiles: Sequence[Image], names: Sequence[str] = ("",)) -> ProcessedImage:
+        tiles, names = [whole], [""]
+        if is_large and most_tiles > 1 and self.settings.get("do_image_splitting", True):
+            side = self.whole("tile_size", 512)
+            columns, rows = _grid(image.width, image.height, side, self.whole("min_tiles", 2), most_tiles)
+            tiles = _cut(self.resized(image, rows * side, columns * side), side)
+            names = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
+            if len(tiles) > 1 and self.settings.get("use_thumbnail", True):
+                tiles, names = [*tiles, whole], [*names, "<|img_thumbnail|>"]
         counts = [math.prod(self.squares(each)) for each in tiles]
+        text = "".join(name + self.slot * count for name, count in zip(names, counts, strict=True))
         marked = self.settings.get("use_image_special_tokens", True)
-        text = "".join(
-            f"{name if marked else ''}{self.slot * count}" for name, count in zip(names, counts, strict=True)
-        )
-        text = f"<|image_start|>{text}<|image_end|>" if marked else text
+        text = f"<|image_start|>{text}<|image_end|>" if marked else self.slot * sum(counts)
         return ProcessedImage(text, [np.asarray(each) for each in tiles], counts)
 
     def inputs(self, tile: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
         """Flat patches with their places, and shares of learned positions."""
-        vision = self.config.get("vision_config")
-        side = int((vision.get("num_patches", 256) if isinstance(vision, dict) else 256) ** 0.5)
+        side = int(self.vision.get("num_patches", 256) ** 0.5)
         counts = [each // self.patch for each in tile.shape[:2]]
         places = [(np.arange(count) + 0.5) * side / count - 0.5 for count in counts]
         return super().inputs(tile) | _position_shares(places, side, [max(1, side / count) for count in counts])
+
+
+def _cut(image: Image, side: int) -> list[Image]:
+    """The square tiles of an image, row by row."""
+    places = product(range(0, image.height, side), range(0, image.width, side))
+    return [image.crop((left, top, left + side, top + side)) for top, left in places]
 
 
 def _in_squares(height: int, width: int, step: int, least: int, most: int, *, smallest: int) -> tuple[int, int]:

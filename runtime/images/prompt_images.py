@@ -126,21 +126,23 @@ class PromptImages:
         first, last = np.searchsorted(self._slots, (base, base + len(new.ids))).tolist()
         slots = self._slots[first:last]
         new = new._replace(tree_mask=self._mask(new, base, slots))
+        positions = None if self._positions is None else self._continued(self._positions, new, base)
+        if positions is not None and (first == last or len(positions) == 1):
+            new, positions = new._replace(positions=positions[0]), None
         if first == last:
-            return new if self._positions is None else self._shifted(new, base, self._positions)
+            return new
         parts, start = [], 0
         for image, stop in zip(self._images, self._ends.tolist(), strict=True):
             if first < stop and last > start:
                 parts.append(image.features(max(first, start) - start, min(last, stop) - start))
             start = stop
-        positions = self._positions
-        if positions is not None:
-            positions = positions[:, base : base + len(new.ids)]
-            behind = np.arange(base + positions.shape[1], base + len(new.ids)) + self._shift  # the answer's start
-            positions = np.concatenate([positions, np.tile(behind, (len(positions), 1))], axis=1)
-        if positions is not None and len(positions) == 1:
-            new, positions = new._replace(positions=positions[0]), None
         return new._replace(images=PassImages(slots - base, np.concatenate(parts, axis=1), positions))
+
+    def _continued(self, positions: npt.NDArray[np.int64], new: NewTokens, base: int) -> npt.NDArray[np.int64]:
+        """The positions of a pass, int64 `[axes, n]`: those of the prompt, and behind it what counts on from them."""
+        known, stop = positions[:, base : base + len(new.ids)], base + len(new.ids)
+        given = np.arange(base, stop) if new.positions is None else np.asarray(new.positions)
+        return np.concatenate([known, np.tile(given[known.shape[1] :] + self._shift, (len(known), 1))], axis=1)
 
     def _mask(self, new: NewTokens, base: int, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | Floats | None:
         """Which tokens attend to which in a pass with image tokens in `slots`, with weights where it has any."""
@@ -157,15 +159,6 @@ class PromptImages:
         bias[:, : self._weights.size] += self._weights[: base + count]
         bias[:, base + count - hidden.shape[1] :][hidden] = BLOCKED
         return bias
-
-    @staticmethod
-    def _shifted(new: NewTokens, base: int, positions: npt.NDArray[np.int64]) -> NewTokens:
-        """A pass over text with the positions that it has behind images."""
-        count = positions.shape[1]
-        # The last token of the prompt is text, and what follows counts on from it.
-        shift = int(positions[0, min(base, count - 1)]) - min(base, count - 1)
-        given = np.arange(base, base + len(new.ids)) if new.positions is None else np.asarray(new.positions)
-        return new._replace(positions=given + shift) if shift else new
 
 
 def placed_images(
