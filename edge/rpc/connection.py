@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -9,24 +10,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
 from ...errors import CancelledError, EdgeError
 from ...runtime.scheduling.request_run import Run
-from ..service.body_decoder import MAX_DEPTH, described
+from ..service.body_decoder import MAX_DEPTH, Parameters, described
 from ..service.request_error import ErrorCode, RequestError
 from .line_transport import LineWriter
-from .protocol import (
-    CLIENT_NOTIFICATIONS,
-    METHODS,
-    NOTIFICATIONS,
-    PROTOCOL_VERSION,
-    ProgressParams,
-    RequestId,
-)
-from .rpc_errors import ProtocolCode, response_error
+from .protocol import NOTIFICATIONS, PROTOCOL_VERSION, ProgressParams, ProtocolCode, RequestId, response_error
 
 _log: Final = logging.getLogger(__name__)
 MAX_REQUESTS: Final = 64
@@ -63,15 +56,15 @@ class Call(Run[None]):
     Args:
         id_: the id of the request; empty for a notification.
         method: what is called.
-        output: where notifications go.
+        connection: where it came from, and where notifications go.
         work: answers the request.
     """
 
-    def __init__(self, id_: RequestId, method: str, output: LineWriter, work: Callable[[Run[None]], None]) -> None:
+    def __init__(self, id_: RequestId, method: str, connection: Connection, work: Callable[[Run[None]], None]) -> None:
         super().__init__(work, f"edge-run {method}")
         self.id: Final = id_
         self.method: Final = method
-        self._output: Final = output
+        self.connection: Final = connection
         self._shown: tuple[str, float] | None = None
         """Stage and time of the last progress notification."""
 
@@ -79,7 +72,7 @@ class Call(Run[None]):
         """Send a notification; waits while the client does not read, and sends none when the request is cancelled."""
         assert isinstance(params, NOTIFICATIONS[method])  # noqa: S101  what the schema promises
         message = {"jsonrpc": _VERSION, "method": method, "params": params}
-        self._output.notify(encode_line(message), self.cancellation)
+        self.connection.output.notify(encode_line(message), self.cancellation)
 
     def progress(self, stage: str, fraction: float, **counted: int) -> None:
         """Report progress to the client, not more often than a person can follow; `counted` are further fields."""
@@ -91,8 +84,28 @@ class Call(Run[None]):
             self.notify("$/progress", params)
 
 
-Handler: TypeAlias = Callable[[Call, Any], msgspec.Struct | Mapping[str, Any]]
-"""Answers a request, from what its parameters ask for."""
+class Method:
+    """A method of the protocol, or a notification of the client.
+
+    Args:
+        name: its name.
+        function: answers a request: called with the owner, the `Call` and the parameters; returns the result.
+    """
+
+    def __init__(self, name: str, function: Callable[..., msgspec.Struct | Mapping[str, Any]]) -> None:
+        self.function: Final = function
+        self.parameters: Final = Parameters(
+            function, ("self", "_self", "call", "_call"), f"{name.title().replace('/', '')}Params"
+        )
+        self.result: Final = inspect.signature(function, eval_str=True).return_annotation
+
+
+def methods_of(owner: type) -> dict[str, Method]:
+    """The public methods of a class by their names in the protocol: `models_list` is `models/list`."""
+    named = {name: each for kind in reversed(owner.__mro__[:-1]) for name, each in vars(kind).items()}
+    return {
+        (method := name.replace("_", "/", 1)): Method(method, each) for name, each in named.items() if name[0] != "_"
+    }
 
 
 class Connection:
@@ -103,13 +116,25 @@ class Connection:
 
     Args:
         output: where responses and notifications go.
-        handlers: answer the requests, by method.
+        owner: has the methods that answer the requests.
+        methods: the methods of requests, by name.
+        notifications: the notifications of the client.
         debug: whether to write tracebacks of unexpected errors to standard error.
     """
 
-    def __init__(self, output: LineWriter, handlers: Mapping[str, Handler], *, debug: bool) -> None:
-        self._output: Final = output
-        self._handlers: Final = handlers
+    def __init__(
+        self,
+        output: LineWriter,
+        owner: object,
+        methods: Mapping[str, Method],
+        notifications: Mapping[str, Method],
+        *,
+        debug: bool,
+    ) -> None:
+        self.output: Final = output
+        self._owner: Final = owner
+        self._methods: Final = methods
+        self._notifications: Final = notifications
         self._debug: Final = debug
         self._lock: Final = threading.Lock()
         self._running: Final[dict[RequestId, Call]] = {}
@@ -128,7 +153,7 @@ class Connection:
         """
         threading.Thread(target=self._read, args=(lines,), name="edge-run input", daemon=True).start()
         self._ended.wait()
-        self._output.end()
+        self.output.end()
         with self._lock:
             self._closing = True
             running = list(self._running.values())
@@ -174,18 +199,18 @@ class Connection:
         except Exception as error:  # noqa: BLE001  the client is told
             # A response with the id of another request would be taken for its response.
             duplicate = isinstance(error, RequestError) and error.code is ProtocolCode.DUPLICATE_ID
-            self._output.respond(self._failure(None if duplicate else id_, error))
+            self.output.respond(self._failure(None if duplicate else id_, error))
 
     def _take_request(self, id_: RequestId, method: str, params: bytes) -> None:
-        if method not in METHODS:
-            what, hint = f"there is no method {method!r:.200}", f"methods are {', '.join(METHODS)}"
+        if method not in self._methods:
+            what, hint = f"there is no method {method!r:.200}", f"methods are {', '.join(self._methods)}"
             raise RequestError(what, hint, code=ProtocolCode.METHOD_NOT_FOUND, param="method")
         if not self._initialized and method != "initialize":
             hint = f'send initialize first, with {{"protocol_version": {PROTOCOL_VERSION}}}'
             raise RequestError(f"{method} comes before initialize", hint, code=ProtocolCode.NOT_INITIALIZED)
         if self._initialized and method == "initialize":
             raise _invalid("initialize was sent before", "send it once")
-        call = Call(id_, method, self._output, lambda _: self._answer(call, params))
+        call = Call(id_, method, self, lambda _: self._answer(call, params))
         with self._lock:
             if id_ in self._running:
                 what, hint = f"a request with the id {id_!r} is in progress", "give every request an id of its own"
@@ -204,7 +229,7 @@ class Connection:
     def _answer(self, call: Call, params: bytes) -> None:
         """Answer a request."""
         try:
-            result = self._handlers[call.method](call, METHODS[call.method][0].parse(params))
+            result = self._called(self._methods[call.method], call, params)
             response = encode_line({"jsonrpc": _VERSION, "id": call.id, "result": result})
             self._initialized |= call.method == "initialize"
         except Exception as caught:  # noqa: BLE001  the client is told
@@ -213,22 +238,21 @@ class Connection:
         with self._lock:
             # From the response on, the client may use the id again.
             self._running.pop(call.id, None)
-        self._output.respond(response)
+        self.output.respond(response)
         if call.method == "shutdown":
             self.end()
 
+    def _called(self, method: Method, call: Call, params: bytes) -> msgspec.Struct | Mapping[str, Any]:
+        return method.function(self._owner, call, **method.parameters.read(params))
+
     def _take_notification(self, method: str, params: bytes) -> None:
         """Do what a notification says; JSON-RPC does not answer one that is wrong."""
-        if method not in CLIENT_NOTIFICATIONS:
-            known = f"notifications are {', '.join(CLIENT_NOTIFICATIONS)}"
+        if method not in self._notifications:
+            known = f"notifications are {', '.join(self._notifications)}"
             _log.warning("the notification %.200r was ignored; %s; a request has an id", method, known)
             return
         try:
-            given: Any = CLIENT_NOTIFICATIONS[method].parse(params)
-            if method == "$/cancelRequest":
-                self.cancel(given.id)
-            else:
-                self._handlers[method](Call("", method, self._output, lambda _: None), given)
+            self._called(self._notifications[method], Call("", method, self, lambda _: None), params)
         except EdgeError as error:
             _log.warning("the notification %s was ignored: %s", method, error)
 

@@ -1,32 +1,29 @@
-"""The methods of the protocol: their parameters, results and notifications.
+"""The messages of the protocol: results, notifications and errors; parameters are those of the methods.
 
-Fields are named as in OpenAI's API where it has them. Unknown parameters are refused by name; results may get
-further fields in later versions.
+Fields are named as in OpenAI's API where it has them. Results may get further fields in later versions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ...errors import CancelledError, EdgeError
 from ..service.body_decoder import StrictStruct
 from ..service.generation_fields import PositiveInt, SamplingFields
 from ..service.message_fields import Content
 from ..service.pooled_model import ModelState
-from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from ..service.request_error import ErrorCode, RequestError, describe
 
 PROTOCOL_VERSION: Final = 1
 
 RequestId: TypeAlias = int | str
 ModelName: TypeAlias = Annotated[str | None, Meta(description="An id of models/list; null for the first model.")]
 SessionId: TypeAlias = Annotated[str, Meta(description="What session/new or session/restore returned.")]
-
-
-class NoParams(StrictStruct):
-    """No parameters."""
 
 
 class Done(msgspec.Struct):
@@ -38,13 +35,6 @@ class ClientInfo(StrictStruct):
 
     name: str
     version: str | None = None
-
-
-class InitializeParams(StrictStruct):
-    """The first request."""
-
-    protocol_version: Annotated[int, Meta(ge=1, description="Newest version that the client knows.")]
-    client_info: ClientInfo | None = None
 
 
 class ServerInfo(msgspec.Struct):
@@ -95,12 +85,6 @@ class ModelList(msgspec.Struct):
     models: list[ModelInfo]
 
 
-class PullParams(StrictStruct):
-    """A model on the Hugging Face Hub to download or to update."""
-
-    id: Annotated[str, Meta(description="org/name, org/name:variant or org/name:variant@revision.")]
-
-
 class PullResult(msgspec.Struct):
     """A downloaded model."""
 
@@ -111,23 +95,10 @@ class PullResult(msgspec.Struct):
     offered: Annotated[bool, Meta(description="Whether requests can name it; not if edge-run was given models.")]
 
 
-class ModelParams(StrictStruct):
-    """A model."""
-
-    model: ModelName = None
-
-
 class UnloadResult(msgspec.Struct):
     """Whether the model was in memory."""
 
     unloaded: bool
-
-
-class SessionParams(StrictStruct):
-    """A new conversation."""
-
-    model: ModelName = None
-    system: Annotated[str | None, Meta(description="The system message.")] = None
 
 
 class SessionMessage(msgspec.Struct):
@@ -144,13 +115,6 @@ class SessionInfo(msgspec.Struct):
     model: str
     context: Annotated[int, Meta(description="Largest number of tokens of the conversation.")]
     messages: Annotated[list[SessionMessage], Meta(description="What was said so far, the system message included.")]
-
-
-class RestoreParams(StrictStruct):
-    """A conversation that session/save wrote."""
-
-    path: str
-    model: ModelName = None
 
 
 class SessionPromptParams(SamplingFields, kw_only=True):
@@ -188,23 +152,10 @@ class PromptResult(msgspec.Struct):
     reasoning: Annotated[str | UnsetType, Meta(description="What the model thought before it answered.")] = UNSET
 
 
-class SessionIdParams(StrictStruct):
-    """An open conversation."""
-
-    session_id: SessionId
-
-
 class CancelResult(msgspec.Struct):
     """Whether there was an answer to cancel."""
 
     cancelled: bool
-
-
-class SaveParams(StrictStruct):
-    """Where to write a conversation; an older file of that name is replaced."""
-
-    session_id: SessionId
-    path: str
 
 
 class SaveResult(msgspec.Struct):
@@ -232,15 +183,6 @@ class TokenizeResult(msgspec.Struct):
     count: int
     context: Annotated[int, Meta(description="Largest number of tokens of prompt and answer together.")]
     pieces: Annotated[list[str] | UnsetType, Meta(description="The text of each token, with with_pieces.")] = UNSET
-
-
-class RankParams(StrictStruct):
-    """Documents to compare with a query."""
-
-    query: str
-    documents: list[str]
-    model: ModelName = None
-    instruction: Annotated[str | None, Meta(description="What makes a document relevant.")] = None
 
 
 class RankResult(msgspec.Struct):
@@ -297,12 +239,6 @@ class Status(msgspec.Struct):
     power: PowerState
 
 
-class CancelParams(StrictStruct):
-    """A request in progress."""
-
-    id: RequestId
-
-
 class ProgressParams(msgspec.Struct):
     """What a request waits for."""
 
@@ -329,35 +265,87 @@ class SessionUpdate(msgspec.Struct):
     reasoning: Annotated[str | UnsetType, Meta(description="A piece of what the model thinks.")] = UNSET
 
 
-METHODS: Final[Mapping[str, tuple[type[StrictStruct], type[msgspec.Struct]]]] = {
-    "initialize": (InitializeParams, InitializeResult),
-    "models/list": (NoParams, ModelList),
-    "models/pull": (PullParams, PullResult),
-    "models/load": (ModelParams, ModelState),
-    "models/unload": (ModelParams, UnloadResult),
-    "session/new": (SessionParams, SessionInfo),
-    "session/prompt": (SessionPromptParams, PromptResult),
-    "session/cancel": (SessionIdParams, CancelResult),
-    "session/save": (SaveParams, SaveResult),
-    "session/restore": (RestoreParams, SessionInfo),
-    "session/close": (SessionIdParams, Done),
-    "generate": (ChatBody, Completion),
-    "complete": (CompletionBody, Completion),
-    "rank": (RankParams, RankResult),
-    "tokenize": (TokenizeBody, TokenizeResult),
-    "detokenize": (DetokenizeBody, DetokenizeResult),
-    "status": (NoParams, Status),
-    "shutdown": (NoParams, Done),
-}
-"""Parameters and results of the requests of the client; handlers are given what `StrictStruct.parse` returns."""
-CLIENT_NOTIFICATIONS: Final[Mapping[str, type[StrictStruct]]] = {
-    "$/cancelRequest": CancelParams,
-    "session/cancel": SessionIdParams,
-}
-"""Messages of the client that have no id, and get no response."""
 NOTIFICATIONS: Final[Mapping[str, type[msgspec.Struct]]] = {
     "$/progress": ProgressParams,
     "generate/update": GenerateUpdate,
     "session/update": SessionUpdate,
 }
 """Messages to the client that belong to one of its requests."""
+
+
+class ProtocolCode(StrEnum):
+    """What is wrong, for errors that only this protocol has; the other codes are in `ErrorCode`."""
+
+    CANCELLED = "cancelled"
+    NOT_INITIALIZED = "not_initialized"
+    LINE_TOO_LONG = "line_too_long"
+    DUPLICATE_ID = "duplicate_id"
+    METHOD_NOT_FOUND = "method_not_found"
+    INVALID_MESSAGE = "invalid_message"
+    """A line is JSON, but not a request of JSON-RPC 2.0."""
+    SESSION_NOT_FOUND = "session_not_found"
+    FILE = "file_error"
+    """A saved session cannot be written or read."""
+
+
+_INTERNAL_ERROR: Final = -32603
+_INVALID_PARAMS: Final = (
+    *(ErrorCode.INVALID_REQUEST, ErrorCode.MISSING_FIELD, ErrorCode.UNKNOWN_FIELD, ErrorCode.UNSUPPORTED_FIELD),
+    *(ErrorCode.INVALID_TYPE, ErrorCode.INVALID_VALUE),
+)
+NUMBERS: Final[dict[StrEnum, int]] = {
+    ErrorCode.INVALID_JSON: -32700,
+    ProtocolCode.INVALID_MESSAGE: -32600,
+    ProtocolCode.METHOD_NOT_FOUND: -32601,
+    **dict.fromkeys(_INVALID_PARAMS, -32602),
+    ErrorCode.INTERNAL: _INTERNAL_ERROR,
+    ProtocolCode.CANCELLED: -32000,
+    ProtocolCode.NOT_INITIALIZED: -32001,
+    ProtocolCode.LINE_TOO_LONG: -32002,
+    ProtocolCode.DUPLICATE_ID: -32003,
+    ErrorCode.BUSY: -32004,
+    ErrorCode.MODEL_NOT_FOUND: -32005,
+    ErrorCode.MODEL: -32006,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: -32007,
+    ErrorCode.TEMPLATE: -32008,
+    ErrorCode.TOO_LARGE: -32009,
+    ProtocolCode.SESSION_NOT_FOUND: -32010,
+    ProtocolCode.FILE: -32011,
+    ErrorCode.SUPERSEDED: -32012,
+}
+"""JSON-RPC's number by code; docs/rpc.md lists them, and they do not change."""
+
+
+class ErrorData(msgspec.Struct, kw_only=True):
+    """What an error object says besides its number and message."""
+
+    code: str
+    """The same as the number, as a word; finer where several words share a number."""
+    param: str | None = None
+    """Path of the parameter concerned, such as `messages[0].content`."""
+    hint: str | None = None
+    """What to do about it."""
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """The error of a response."""
+
+    code: int
+    message: str
+    data: ErrorData
+
+
+def response_error(error: Exception) -> ErrorObject:
+    """The error object of an exception that ended a request."""
+    if isinstance(error, CancelledError):
+        error = RequestError(error.what, code=ProtocolCode.CANCELLED)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        error = RequestError(f"{where}{error.strerror or error}", "check the path and the disk", code=ProtocolCode.FILE)
+    if not isinstance(error, EdgeError):
+        error = RequestError(
+            f"{type(error).__name__}: {error}"[:500], "see standard error for details", code=ErrorCode.INTERNAL
+        )
+    found = describe(error)
+    data = ErrorData(code=found.code.value, param=found.param, hint=found.hint or None)
+    return ErrorObject(code=NUMBERS.get(found.code, _INTERNAL_ERROR), message=found.what, data=data)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from .protocol import CLIENT_NOTIFICATIONS, METHODS, NOTIFICATIONS, PROTOCOL_VERSION, RequestId
-from .rpc_errors import ErrorObject
+from .protocol import NOTIFICATIONS, PROTOCOL_VERSION, ErrorObject, RequestId
+from .stdio_service import CLIENT_NOTIFICATIONS, METHODS
 
 
 def protocol_schema() -> dict[str, Any]:
@@ -17,21 +17,17 @@ def protocol_schema() -> dict[str, Any]:
     A message of either side validates against the whole. `methods` and `notifications` name the schemas of parameters
     and results, for programs that generate code.
     """
-    types: list[Any] = [
-        *chain.from_iterable(METHODS.values()),
-        *CLIENT_NOTIFICATIONS.values(),
-        *NOTIFICATIONS.values(),
-        ErrorObject,
-        RequestId,
-    ]
+    methods = {name: (each.parameters.kind, each.result) for name, each in METHODS.items()}
+    notified = {name: each.parameters.kind for name, each in CLIENT_NOTIFICATIONS.items()}
+    types: list[Any] = [*chain(*methods.values()), *notified.values(), *NOTIFICATIONS.values(), ErrorObject, RequestId]
     types = list(dict.fromkeys(types))
     schemas, components = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
     by_type = dict(zip(types, schemas, strict=True))
     id_ = by_type[RequestId]
-    requests = [_call(name, by_type[params], id_) for name, (params, _) in METHODS.items()]
-    sent = [_call(name, by_type[kind]) for name, kind in CLIENT_NOTIFICATIONS.items()]
+    requests = [_call(name, by_type[params], id_) for name, (params, _) in methods.items()]
+    sent = [_call(name, by_type[kind]) for name, kind in notified.items()]
     received = [_call(name, by_type[kind]) for name, kind in NOTIFICATIONS.items()]
-    results = list({str(by_type[result]): by_type[result] for _, result in METHODS.values()}.values())
+    results = list({str(by_type[result]): by_type[result] for _, result in methods.values()}.values())
     # The id of an error is null where the request's could not be read, or belongs to another request.
     nullable_id = {"anyOf": [*id_.get("anyOf", [id_]), {"type": "null"}]}
     responses = [
@@ -44,10 +40,10 @@ def protocol_schema() -> dict[str, Any]:
         "description": "Every message is one line of UTF-8 JSON. See docs/rpc.md.",
         "anyOf": [{"$ref": "#/$defs/ClientMessage"}, {"$ref": "#/$defs/ServerMessage"}],
         "methods": {
-            name: {"params": by_type[params], "result": by_type[result]} for name, (params, result) in METHODS.items()
+            name: {"params": by_type[params], "result": by_type[result]} for name, (params, result) in methods.items()
         },
         "notifications": {
-            "client": {name: by_type[kind] for name, kind in CLIENT_NOTIFICATIONS.items()},
+            "client": {name: by_type[kind] for name, kind in notified.items()},
             "server": {name: by_type[kind] for name, kind in NOTIFICATIONS.items()},
         },
         "$defs": {
@@ -60,7 +56,7 @@ def protocol_schema() -> dict[str, Any]:
 
 def _call(method: str, params: dict[str, Any], id_: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of a request, or of a notification if it has no id."""
-    optional = not params.get("required") and method in METHODS and METHODS[method][0].__struct_fields__ == ()
+    optional = method in METHODS and not METHODS[method].parameters.kind.__struct_fields__
     members = {**({} if id_ is None else {"id": id_}), "method": {"const": method}, "params": params}
     return _message(members, optional="params" if optional else "")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 
 from ...models.find import path_of_user
 from ...runtime.conversation import Session
@@ -23,8 +23,7 @@ from ..service.generation_fields import generate_options
 from ..service.model_pool import ModelPool
 from ..service.request_error import ErrorCode, RequestError
 from . import protocol
-from .connection import Call, Handler
-from .rpc_errors import ProtocolCode
+from .connection import Call
 
 MAX_SESSIONS: Final = 32
 
@@ -45,27 +44,19 @@ class SessionMethods:
         """The sessions by id; None for one that is being opened."""
         self._numbers: Final = count(1)
 
-    def __len__(self) -> int:
-        """Number of open sessions."""
-        return sum(each is not None for each in list(self._sessions.values()))
+    def session_new(
+        self,
+        call: Call,
+        model: protocol.ModelName = None,
+        system: Annotated[str | None, Meta(description="The system message.")] = None,
+    ) -> protocol.SessionInfo:
+        """A new conversation."""
+        return self._open(call, model, lambda engine: engine.session(system=system))
 
-    def handlers(self) -> dict[str, Handler]:
-        """The methods by name."""
-        return {
-            "session/new": self._new,
-            "session/prompt": self._prompt,
-            "session/cancel": self._cancel,
-            "session/save": self._save,
-            "session/restore": self._restore,
-            "session/close": self._close,
-        }
-
-    def _new(self, call: Call, params: protocol.SessionParams) -> protocol.SessionInfo:
-        return self._open(call, params.model, lambda engine: engine.session(system=params.system))
-
-    def _restore(self, call: Call, params: protocol.RestoreParams) -> protocol.SessionInfo:
-        path = _file(params.path)
-        return self._open(call, params.model, lambda engine: engine.session(resume=path))
+    def session_restore(self, call: Call, path: str, model: protocol.ModelName = None) -> protocol.SessionInfo:
+        """A conversation that session/save wrote."""
+        file = _file(path)
+        return self._open(call, model, lambda engine: engine.session(resume=file))
 
     def _open(self, call: Call, name: str | None, begin: Callable[[Engine], Session]) -> protocol.SessionInfo:
         model = self._pool.offered.find(name).id
@@ -92,18 +83,19 @@ class SessionMethods:
         ]
         return protocol.SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
-    def _prompt(self, call: Call, params: protocol.SessionPromptParams) -> protocol.PromptResult:
-        options = generate_options(params, {"max_tokens": params.max_tokens})
-        session = self._find(params.session_id)
+    def session_prompt(self, call: Call, body: protocol.SessionPromptParams) -> protocol.PromptResult:
+        """What the user says in a conversation."""
+        options = generate_options(body, {"max_tokens": body.max_tokens})
+        session = self._find(body.session_id)
         with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
             chunks = []
-            stream = session.session.stream(msgspec.to_builtins(params.prompt), options)
+            stream = session.session.stream(msgspec.to_builtins(body.prompt), options)
             with call.cancellation.reading(stream), stop.calling(stream.cancel):
                 for chunk in stream:
                     chunks.append(chunk)
                     if chunk.text or chunk.reasoning:
                         update = protocol.SessionUpdate(
-                            session_id=params.session_id,
+                            session_id=body.session_id,
                             request_id=call.id,
                             text=chunk.text,
                             reasoning=chunk.reasoning or UNSET,
@@ -129,22 +121,24 @@ class SessionMethods:
             reasoning=reply.reasoning or UNSET,
         )
 
-    def _cancel(self, _call: Call, params: protocol.SessionIdParams) -> protocol.CancelResult:
-        return protocol.CancelResult(cancelled=self._find(params.session_id).cancel())
+    def session_cancel(self, _call: Call, session_id: protocol.SessionId) -> protocol.CancelResult:
+        """An open conversation."""
+        return protocol.CancelResult(cancelled=self._find(session_id).cancel())
 
-    def _save(self, _call: Call, params: protocol.SaveParams) -> protocol.SaveResult:
-        path = _file(params.path)
-        session = self._find(params.session_id)
-        if not path.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(path.parent))
+    def session_save(self, _call: Call, session_id: protocol.SessionId, path: str) -> protocol.SaveResult:
+        """Where to write a conversation; an older file of that name is replaced."""
+        file, session = _file(path), self._find(session_id)
+        if not file.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(file.parent))
         with session.used():
-            session.session.save(path)
-            return protocol.SaveResult(path=str(path.absolute()), bytes=path.stat().st_size)
+            session.session.save(file)
+            return protocol.SaveResult(path=str(file.absolute()), bytes=file.stat().st_size)
 
-    def _close(self, _call: Call, params: protocol.SessionIdParams) -> protocol.Done:
-        session = self._find(params.session_id)
+    def session_close(self, _call: Call, session_id: protocol.SessionId) -> protocol.Done:
+        """An open conversation."""
+        session = self._find(session_id)
         with self._lock:
-            self._sessions.pop(params.session_id, None)
+            self._sessions.pop(session_id, None)
         session.close()
         return protocol.Done()
 
@@ -152,7 +146,7 @@ class SessionMethods:
         session = self._sessions.get(id_)
         if session is None:
             what, hint = f"there is no session {id_!r:.100}", "open one with session/new or session/restore"
-            raise RequestError(what, hint, code=ProtocolCode.SESSION_NOT_FOUND, param="session_id")
+            raise RequestError(what, hint, code=protocol.ProtocolCode.SESSION_NOT_FOUND, param="session_id")
         return session
 
 

@@ -1,15 +1,13 @@
-"""The protocol on standard input and output, and its methods about models and single answers."""
+"""The protocol on standard input and output, and its methods; docstrings describe parameters in the schema."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import psutil
-from msgspec import UNSET
+from msgspec import UNSET, Meta
 
 from ...models.hub.downloaded_model import DownloadedModel, parse_hub_id
 from ...models.hub.fetch import fetch_model
@@ -24,9 +22,9 @@ from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
 from ..service.pooled_model import ModelState
-from ..service.text_bodies import DetokenizeBody, TokenizeBody
+from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from . import protocol
-from .connection import MAX_REQUESTS, Call, Connection, Handler
+from .connection import MAX_REQUESTS, Call, Connection, Method, methods_of
 from .line_transport import MAX_UNREAD_BYTES, STDIN, LineWriter, binary, read_lines, take_over_stdout
 from .session_methods import MAX_SESSIONS, SessionMethods
 
@@ -34,32 +32,42 @@ _LAST_LINES_S: Final = 5.0
 """Seconds that the client has to read the last responses when the process ends."""
 
 
-class ModelMethods:
-    """Answers requests about models.
+class RpcMethods(SessionMethods):
+    """The methods of the protocol.
 
     Args:
         pool: the models.
+        power: how models run.
+        max_line_bytes: largest line of the client.
     """
 
-    def __init__(self, pool: ModelPool) -> None:
-        self._pool: Final = pool
+    def __init__(self, pool: ModelPool, power: Power, max_line_bytes: int) -> None:
+        super().__init__(pool)
         self._files: Final = ModelFiles(pool)
+        self._power: Final = power
+        self._max_line_bytes: Final = max_line_bytes
 
-    def handlers(self) -> dict[str, Handler]:
-        """The methods by name."""
-        return {
-            "models/list": self._list,
-            "models/pull": self._pull,
-            "models/load": self._load,
-            "models/unload": self._unload,
-            "generate": partial(self._generate, ChatCompletionObjects),
-            "complete": partial(self._generate, CompletionObjects),
-            "rank": self._rank,
-            "tokenize": self._tokenize,
-            "detokenize": self._detokenize,
-        }
+    def initialize(
+        self,
+        _call: Call,
+        protocol_version: Annotated[int, Meta(ge=1, description="Newest version that the client knows.")],  # noqa: ARG002
+        client_info: protocol.ClientInfo | None = None,  # noqa: ARG002
+    ) -> protocol.InitializeResult:
+        """The first request."""
+        return protocol.InitializeResult(
+            protocol_version=protocol.PROTOCOL_VERSION,
+            server_info=protocol.ServerInfo(name="edge-run", version=__version__),
+            capabilities=protocol.Capabilities(methods=list(METHODS), notifications=list(protocol.NOTIFICATIONS)),
+            limits=protocol.Limits(
+                max_line_bytes=self._max_line_bytes,
+                max_requests=MAX_REQUESTS,
+                max_sessions=MAX_SESSIONS,
+                max_unread_bytes=MAX_UNREAD_BYTES,
+            ),
+        )
 
-    def _list(self, _call: Call, _params: protocol.NoParams) -> protocol.ModelList:
+    def models_list(self, _call: Call) -> protocol.ModelList:
+        """No parameters."""
         loaded = {status.id for status in self._pool.status() if status.loaded}
         return protocol.ModelList(
             models=[
@@ -74,8 +82,13 @@ class ModelMethods:
             ]
         )
 
-    def _pull(self, call: Call, params: protocol.PullParams) -> protocol.PullResult:
-        id_ = parse_hub_id(params.id)
+    def models_pull(
+        self,
+        call: Call,
+        id: Annotated[str, Meta(description="org/name, org/name:variant or org/name:variant@revision.")],  # noqa: A002
+    ) -> protocol.PullResult:
+        """A model on the Hugging Face Hub to download or to update."""
+        id_ = parse_hub_id(id)
 
         def progress(stage: str, done: int, total: int) -> None:
             call.cancellation.check()
@@ -99,13 +112,23 @@ class ModelMethods:
             id=found.id, commit=found.commit, path=str(found.folder), bytes=found.bytes, offered=offered
         )
 
-    def _load(self, call: Call, params: protocol.ModelParams) -> ModelState:
-        return self._pool.load(params.model, call.progress, cancellation=call.cancellation)
+    def models_load(self, call: Call, model: protocol.ModelName = None) -> ModelState:
+        """A model."""
+        return self._pool.load(model, call.progress, cancellation=call.cancellation)
 
-    def _unload(self, _call: Call, params: protocol.ModelParams) -> protocol.UnloadResult:
-        return protocol.UnloadResult(unloaded=self._pool.unload(params.model))
+    def models_unload(self, _call: Call, model: protocol.ModelName = None) -> protocol.UnloadResult:
+        """A model."""
+        return protocol.UnloadResult(unloaded=self._pool.unload(model))
 
-    def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> Mapping[str, Any]:
+    def generate(self, call: Call, body: ChatBody) -> protocol.Completion:
+        """The next message of a conversation."""
+        return self._generate(ChatCompletionObjects, call, body.request())
+
+    def complete(self, call: Call, body: CompletionBody) -> protocol.Completion:
+        """The continuation of a text."""
+        return self._generate(CompletionObjects, call, body.request())
+
+    def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> Any:
         model = self._pool.offered.find(request.model).id
         objects, replies = kind(request, model), []
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
@@ -123,23 +146,73 @@ class ModelMethods:
                     raise request.cancelled()
         return objects.whole(*replies)
 
-    def _rank(self, call: Call, params: protocol.RankParams) -> protocol.RankResult:
-        with self._pool.use_any(params.model, call.progress, cancellation=call.cancellation) as model:
-            texts, stopped = params.documents, lambda: call.cancellation.cancelled
-            found = model.score(params.query, texts, instruction=params.instruction, cancelled=stopped)
+    def rank(
+        self,
+        call: Call,
+        query: str,
+        documents: list[str],
+        model: protocol.ModelName = None,
+        instruction: Annotated[str | None, Meta(description="What makes a document relevant.")] = None,
+    ) -> protocol.RankResult:
+        """Documents to compare with a query."""
+        with self._pool.use_any(model, call.progress, cancellation=call.cancellation) as used:
+            found = used.score(query, documents, instruction=instruction, cancelled=lambda: call.cancellation.cancelled)
             return protocol.RankResult(scores=found.scores.tolist())
 
-    def _tokenize(self, call: Call, request: TokenizeBody) -> protocol.TokenizeResult:
+    def tokenize(self, call: Call, body: TokenizeBody) -> protocol.TokenizeResult:
+        """A text or a conversation."""
+        request = body.request()
         with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
             tokens = request.encode(engine)
             shown = engine.tokenizer.token_bytes.shown
             pieces = list(map(shown, tokens)) if request.with_pieces else UNSET
             return protocol.TokenizeResult(tokens=tokens, pieces=pieces, count=len(tokens), context=engine.context)
 
-    def _detokenize(self, call: Call, request: DetokenizeBody) -> protocol.DetokenizeResult:
-        with self._pool.use(request.model, call.progress, cancellation=call.cancellation) as engine:
-            check_token_ids(engine, request.tokens, "tokens")
-            return protocol.DetokenizeResult(content=engine.tokenizer.decode(request.tokens))
+    def detokenize(self, call: Call, body: DetokenizeBody) -> protocol.DetokenizeResult:
+        """Token ids."""
+        with self._pool.use(body.model, call.progress, cancellation=call.cancellation) as engine:
+            check_token_ids(engine, body.tokens, "tokens")
+            return protocol.DetokenizeResult(content=engine.tokenizer.decode(body.tokens))
+
+    def status(self, call: Call) -> protocol.Status:
+        """No parameters."""
+        open_sessions = sum(each is not None for each in list(self._sessions.values()))
+        return protocol.Status(
+            models=list(self._pool.status()),
+            requests=protocol.Requests(running=call.connection.running, sessions=open_sessions),
+            memory=protocol.Memory(
+                process=psutil.Process().memory_info().rss,
+                available=available_memory(),
+                total=psutil.virtual_memory().total,
+                max_models=self._pool.max_bytes,
+            ),
+            devices=[
+                protocol.DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
+                for device in available_devices()
+            ],
+            power=_power_state(self._power),
+        )
+
+    def shutdown(self, _call: Call) -> protocol.Done:
+        """No parameters."""
+        return protocol.Done()
+
+
+METHODS: Final = methods_of(RpcMethods)
+"""The methods of the protocol, by name."""
+
+
+def _cancel_request(_self: object, call: Call, id: protocol.RequestId) -> protocol.Done:  # noqa: A002
+    """A request in progress."""
+    call.connection.cancel(id)
+    return protocol.Done()
+
+
+CLIENT_NOTIFICATIONS: Final = {
+    "$/cancelRequest": Method("cancel/request", _cancel_request),
+    "session/cancel": METHODS["session/cancel"],
+}
+"""Messages of the client that have no id, and get no response."""
 
 
 def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) -> None:
@@ -151,45 +224,9 @@ def serve(pool: ModelPool, *, power: Power, max_line_bytes: int, debug: bool) ->
         max_line_bytes: largest line of the client.
         debug: whether to write tracebacks of unexpected errors to standard error.
     """
-
-    def initialize(_call: Call, _params: protocol.InitializeParams) -> protocol.InitializeResult:
-        return protocol.InitializeResult(
-            protocol_version=protocol.PROTOCOL_VERSION,
-            server_info=protocol.ServerInfo(name="edge-run", version=__version__),
-            capabilities=protocol.Capabilities(
-                methods=list(protocol.METHODS), notifications=list(protocol.NOTIFICATIONS)
-            ),
-            limits=protocol.Limits(
-                max_line_bytes=max_line_bytes,
-                max_requests=MAX_REQUESTS,
-                max_sessions=MAX_SESSIONS,
-                max_unread_bytes=MAX_UNREAD_BYTES,
-            ),
-        )
-
-    def status(_call: Call, _params: protocol.NoParams) -> protocol.Status:
-        return protocol.Status(
-            models=list(pool.status()),
-            requests=protocol.Requests(running=connection.running, sessions=len(sessions)),
-            memory=protocol.Memory(
-                process=psutil.Process().memory_info().rss,
-                available=available_memory(),
-                total=psutil.virtual_memory().total,
-                max_models=pool.max_bytes,
-            ),
-            devices=[
-                protocol.DeviceInfo(name=str(device), kind=device.kind.value, vendor=device.vendor)
-                for device in available_devices()
-            ],
-            power=_power_state(power),
-        )
-
     binary(STDIN)
-    sessions = SessionMethods(pool)
-    handlers = {**ModelMethods(pool).handlers(), **sessions.handlers()}
     writer = LineWriter(take_over_stdout(), lambda: connection.end())  # noqa: PLW0108  the connection is made after it
-    handlers |= {"initialize": initialize, "status": status, "shutdown": lambda _call, _params: protocol.Done()}
-    connection = Connection(writer, handlers, debug=debug)
+    connection = Connection(writer, RpcMethods(pool, power, max_line_bytes), METHODS, CLIENT_NOTIFICATIONS, debug=debug)
     connection.serve(read_lines(STDIN, max_line_bytes))
     pool.close()
     writer.close(_LAST_LINES_S)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Final, TypeAlias
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
 from ...runtime.graph.memory import trim_heap
-from ..service.body_decoder import MAX_CHARACTERS, decode_body
+from ..service.body_decoder import MAX_CHARACTERS, Parameters
 from .http_protocol import (
     LARGE_BODY,
     OPENAI,
@@ -44,23 +43,6 @@ fields.
 def not_found(what: str, hint: str = "") -> RefusedError:
     """The error for a path that names what is not there."""
     return RefusedError(HTTPStatus.NOT_FOUND, "not_found", what, hint)
-
-
-def _body_of(handler: Handler, elsewhere: Collection[str]) -> type[msgspec.Struct] | None:
-    """The body that a handler takes: all of its parameters that do not come from elsewhere."""
-    parameters = inspect.signature(handler, eval_str=True).parameters.values()
-    fields = [each for each in parameters if each.name not in elsewhere]
-    if not fields:
-        return None
-    if fields[0].name == "body":
-        whole: type[msgspec.Struct] = fields[0].annotation
-        return whole
-    defaults = [dict(each.default) if isinstance(each.default, Mapping) else each.default for each in fields]
-    declared = [
-        (each.name, each.annotation, msgspec.NODEFAULT if default is each.empty else default)
-        for each, default in zip(fields, defaults, strict=True)
-    ]
-    return msgspec.defstruct("Body", declared, kw_only=True, forbid_unknown_fields=True)
 
 
 class JsonRoute(ProtocolRoute):
@@ -97,9 +79,8 @@ class JsonRoute(ProtocolRoute):
         names, elsewhere = inspect.signature(handler).parameters, {*self.param_convertors, "query"}
         self._given: Final = [name for name in names if name in elsewhere]
         """Parameters of the handler that are not in the body."""
-        self.body: Final = _body_of(handler, elsewhere)
-        """What the body of a request may have; None where the handler takes none."""
-        self._takes_fields: Final = "body" not in names
+        self.parameters: Final = Parameters(handler, elsewhere)
+        """Those that are in the body."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (body := await read_body(scope, receive, send, self._settings)) is None:
@@ -111,10 +92,7 @@ class JsonRoute(ProtocolRoute):
         try:
             given = {**request.path_params, "query": request.query_params}
             arguments = {name: given[name] for name in self._given}
-            if self.body is not None:
-                decoded = decode_body(body or b"{}", self.body, self._max_characters)
-                arguments |= msgspec.structs.asdict(decoded) if self._takes_fields else {"body": decoded}
-            result = self._handler(**arguments)
+            result = self._handler(**arguments, **self.parameters.read(body or b"{}", self._max_characters))
         except EdgeError as error:
             # In a body, an unknown id is an invalid value.
             if isinstance(error, UnknownIdError) and error.id in request.path_params.values():

@@ -34,9 +34,9 @@ READ = (
 CONTEXT: Any = SimpleNamespace(store=None, settings=None, pool=None)
 ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT)]
 WITH_BODY = [
-    (next(iter(route.methods or ())), route.path_format, route.body)
+    (next(iter(route.methods or ())), route.path_format, route.parameters.kind)
     for route in ROUTES
-    if isinstance(route, JsonRoute) and route.body is not None
+    if isinstance(route, JsonRoute) and route.parameters.kind.__struct_fields__
 ]
 QUERIES = st.dictionaries(
     st.sampled_from(("q", "format", "deleted")) | NAMES,

@@ -13,8 +13,8 @@ import pytest
 
 import edgerun
 from edgerun.edge.cli.main import main
-from edgerun.edge.rpc.protocol import CLIENT_NOTIFICATIONS, METHODS, NOTIFICATIONS
-from edgerun.edge.rpc.rpc_errors import NUMBERS, ProtocolCode
+from edgerun.edge.rpc.protocol import NOTIFICATIONS, NUMBERS, ProtocolCode
+from edgerun.edge.rpc.stdio_service import CLIENT_NOTIFICATIONS, METHODS
 from edgerun.edge.service.request_error import ErrorCode
 from support.nightly import some_nightly
 from support.rpc_client import LIMIT_S, SCHEMA, RpcClient, rpc, rpc_process, validator
