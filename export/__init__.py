@@ -4,43 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..models.manifest import Method, WeightFormat
-    from ..models.progress import Progress
-    from .allocation.plan_costs import parse_budget
-    from .architectures import supported_families
-    from .calibration.calibration_text import DEFAULT_CALIBRATION_TOKENS
-    from .check.parity import Parity
-    from .destination import ExportResult
-    from .gguf import is_gguf
-    from .pipeline import export_checkpoint, export_model, find_source, may_be_quantized
-    from .plan_frontier import FrontierPlan, measure_frontier
-    from .quantization.methods import FP32, INT2, INT4, INT8
-    from .recipe import ExportRecipe
-    from .upgrade import upgrade_model
-
-__all__ = [
-    "DEFAULT_CALIBRATION_TOKENS",
-    "FP32",
-    "INT2",
-    "INT4",
-    "INT8",
-    "ExportRecipe",
-    "ExportResult",
-    "FrontierPlan",
-    "Method",
-    "Parity",
-    "Progress",
-    "WeightFormat",
-    "export_checkpoint",
-    "export_model",
-    "find_source",
-    "is_gguf",
-    "may_be_quantized",
-    "measure_frontier",
-    "parse_budget",
-    "supported_families",
-    "upgrade_model",
-]
+    from ..models.manifest import Method as Method
+    from ..models.manifest import WeightFormat as WeightFormat
+    from ..models.progress import Progress as Progress
+    from .allocation.plan_costs import parse_budget as parse_budget
+    from .architectures import supported_families as supported_families
+    from .calibration.calibration_text import DEFAULT_CALIBRATION_TOKENS as DEFAULT_CALIBRATION_TOKENS
+    from .check.parity import Parity as Parity
+    from .destination import ExportResult as ExportResult
+    from .gguf import is_gguf as is_gguf
+    from .pipeline import export_checkpoint as export_checkpoint
+    from .pipeline import export_model as export_model
+    from .pipeline import find_source as find_source
+    from .pipeline import may_be_quantized as may_be_quantized
+    from .plan_frontier import FrontierPlan as FrontierPlan
+    from .plan_frontier import measure_frontier as measure_frontier
+    from .quantization.methods import FP32 as FP32
+    from .quantization.methods import INT2 as INT2
+    from .quantization.methods import INT4 as INT4
+    from .quantization.methods import INT8 as INT8
+    from .recipe import ExportRecipe as ExportRecipe
+    from .upgrade import upgrade_model as upgrade_model
 
 _MODULES = {
     "..models.manifest": ("Method", "WeightFormat"),
