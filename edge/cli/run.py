@@ -25,7 +25,7 @@ from ...runtime.result import Chunk, Reply
 from ...runtime.scheduling.answer_stream import AnswerStream
 from ...runtime.text.infill import SUGGESTION_TOKENS
 from ..terminal.answer_report import AnswerPrinter, best_of_line, chunk_json, reply_json, show_rounds, stats_line
-from ..terminal.interrupt import cancelling_on_interrupt
+from ..terminal.interrupt import Interrupts
 from ..terminal.output import write_error, write_json
 from .ctrl_c import INTERRUPTED
 from .shared_options import AsJson, ModelArgument, OptionsOf, embedding_option, takes_options
@@ -184,7 +184,7 @@ def answer_prompt(
         if resumed is None
         else resumed.stream(_content(text, chosen), options, system=None)
     )
-    with progress, closing(chunks), cancelling_on_interrupt(chunks.cancel) as interrupted:
+    with progress, closing(chunks), Interrupts(enough=1) as interrupts, interrupts.calling(chunks.cancel):
         for chunk in chunks:
             pieces.append(chunk)
             if chosen.json_stream:
@@ -192,15 +192,15 @@ def answer_prompt(
                     write_json(chunk_json(chunk, with_logprobs=wanted, several=options.n > 1))
             elif not as_json:
                 written.write(chunk)
-    reply = Reply.of(pieces)
+    reply, interrupted = Reply.of(pieces), interrupts.take()
     if as_json or chosen.json_stream:
         write_json(reply_json(reply, engine, options.speculation, load_s, with_logprobs=wanted) | further)
-    elif any(choice.text for choice in reply.choices) or not interrupted():
+    elif any(choice.text for choice in reply.choices) or not interrupted:
         written.end()
         for line in sources:
             write_error(line)
     _show_statistics(reply, engine, chosen, options, load_s)
-    return interrupted()
+    return interrupted
 
 
 def _asked(text: str, chosen: RunOptions, options: GenerateOptions) -> tuple[Prompt, GenerateOptions]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Annotated, Any, Final
+from typing import Annotated, Final, cast
 
 import psutil
 from msgspec import UNSET, Meta
@@ -128,7 +128,7 @@ class RpcMethods(SessionMethods):
         """The continuation of a text."""
         return self._generate(CompletionObjects, call, body.request())
 
-    def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> Any:
+    def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> protocol.Completion:
         model = self._pool.offered.find(request.model).id
         objects, replies = kind(request, model), []
         with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
@@ -144,7 +144,7 @@ class RpcMethods(SessionMethods):
                 replies.append(reply := Reply.of(chunks))
                 if reply.finish_reason is FinishReason.CANCELLED:
                     raise request.cancelled()
-        return objects.whole(*replies)
+        return cast("protocol.Completion", objects.whole(*replies))
 
     def rank(
         self,

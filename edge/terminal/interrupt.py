@@ -10,45 +10,69 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeAlias
-
-Handler: TypeAlias = Callable[[int, FrameType | None], Any]
+from typing import Any
 
 
-@contextmanager
-def cancelling_on_interrupt(cancel: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Call `cancel` on the first Ctrl-C within the block; yields a function that tells whether that happened.
+class Interrupts:
+    """Gives Ctrl-C to what is being done, within the block.
 
-    A forward pass that is running is completed, so the cache stays valid. Further ones go to the handler before.
+    It raises nothing by itself: an exception in the middle of drawing, or of changing the terminal's modes, would leave
+    both in disorder. Where nothing takes a Ctrl-C, it is kept for what comes next.
+
+    Args:
+        enough: number of times that Ctrl-C is pressed before what does not end by itself is left.
     """
-    interrupted = False
-    previous = replaceable_handler()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted and previous is not None:
-            previous(number, frame)
-        interrupted = True
-        cancel()
+    def __init__(self, enough: int = 3) -> None:
+        self._enough = enough
+        self._act: Callable[[], None] | None = None
+        self._presses = 0
+        self._previous: Any = None
 
-    with handled_by(handle if previous else None):
-        yield lambda: interrupted
+    def __enter__(self) -> Interrupts:
+        if callable(signal.getsignal(signal.SIGINT)) and threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
 
+    def __exit__(self, *_error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
 
-@contextmanager
-def handled_by(handler: Handler | None) -> Iterator[None]:
-    """Handle Ctrl-C by `handler` within the block; None leaves it as it is."""
-    if handler is None:
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    @contextmanager
+    def calling(self, act: Callable[[], None]) -> Iterator[None]:
+        """Call `act` for every Ctrl-C within the block, and at its beginning for one that came before.
 
+        Of blocks within each other, the inner one acts.
 
-def replaceable_handler() -> Handler | None:
-    """The handler of Ctrl-C that a block may replace; None if Ctrl-C is ignored, or left to another thread or to C."""
-    handler = signal.getsignal(signal.SIGINT)
-    return handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed again and again.
+        """
+        before, self._act = self._act, act
+        try:
+            if self._presses:
+                act()
+            yield
+        finally:
+            self._act = before
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let Ctrl-C raise `KeyboardInterrupt` within the block, for what can be left anywhere."""
+        with self.calling(self._raise):
+            yield
+
+    def take(self) -> bool:
+        """Whether Ctrl-C was pressed since the last call."""
+        pressed, self._presses = self._presses > 0, 0
+        return pressed
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._presses += 1
+        if self._presses > self._enough and self._act is not None:
+            self._raise()
+        if self._act is not None:
+            self._act()
+
+    def _raise(self) -> None:
+        self._presses = 0
+        raise KeyboardInterrupt

@@ -38,11 +38,12 @@ from ...conversations.store import ConversationStore
 from ...documents.retrieval import document_paths
 from ...tools.tool_servers import ToolServers
 from ..answer_report import show_rounds, stats_line
+from ..interrupt import Interrupts
 from ..output import SafeConsole, can_draw, waiting_shown, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
 from .chat_conversation import ChatAnswer, ChatConversation
 from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
-from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, PlainReader
+from .prompt_reader import CONTINUATION, PROMPT, PlainReader
 
 if TYPE_CHECKING:  # a plain prompt needs none of it
     from .line_editor import LineEditor
@@ -73,7 +74,7 @@ class Chat:
         self,
         model: ChatModel,
         store: ConversationStore,
-        interrupts: ChatInterrupts,
+        interrupts: Interrupts,
         chosen: RunOptions,
         options: GenerateOptions,
         stored: Conversation | None = None,

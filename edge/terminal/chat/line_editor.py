@@ -24,8 +24,9 @@ from prompt_toolkit.styles import Style
 from ....models.atomic import write_atomically
 from ....models.user_folders import make_private_file, make_private_folder
 from ....models.user_text import unify_line_ends
+from ..interrupt import Interrupts
 from ..output import prompt_output
-from .prompt_reader import CONTINUATION, PROMPT, ChatInterrupts, Command
+from .prompt_reader import CONTINUATION, PROMPT, Command
 
 _SHOWN_LINES: Final = 4
 """Largest number of lines that a pasted text shows as it is; a longer one is shown as one line."""
@@ -94,7 +95,7 @@ class LineEditor:
     end_key: Final = "Ctrl-D"
 
     def __init__(
-        self, interrupts: ChatInterrupts, history: History, completer: Completer, status: Callable[[int], str]
+        self, interrupts: Interrupts, history: History, completer: Completer, status: Callable[[int], str]
     ) -> None:
         self._interrupts = interrupts
         self._pasted = PastedTexts()

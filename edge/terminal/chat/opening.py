@@ -14,11 +14,12 @@ from ...conversations.records import Conversation
 from ...conversations.store import ConversationStore
 from ...tools.tool_servers import ToolServers
 from ...tools.tool_settings import configured_servers
+from ..interrupt import Interrupts
 from ..output import can_draw, write_warning
 from .chat import Chat
 from .chat_model import ChatModel, OpenModel, is_here, source_of
 from .conversation_commands import ChatCommands
-from .prompt_reader import ChatInterrupts, keys_kept_for_the_prompt
+from .prompt_reader import keys_kept_for_the_prompt
 
 
 def open_chat(open_model: OpenModel, model: str | None, chosen: RunOptions, options: GenerateOptions) -> int:
@@ -39,7 +40,7 @@ def open_chat(open_model: OpenModel, model: str | None, chosen: RunOptions, opti
         raise InputError("a conversation that is kept cannot go on without being saved", "leave out --no-save")
     servers = configured_servers(chosen.tools) if chosen.tools else ()
     with ExitStack() as stack:
-        interrupts = stack.enter_context(ChatInterrupts())
+        interrupts = stack.enter_context(Interrupts())
         stack.enter_context(keys_kept_for_the_prompt())
         store = stack.enter_context(_open_store(chosen))
         conversation = _conversation(store, chosen)

@@ -1,4 +1,4 @@
-"""What the chat reads: commands, lines on terminals that cannot be drawn on, keys between prompts, Ctrl-C."""
+"""What the chat reads: commands, lines on terminals that cannot be drawn on, and keys between prompts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, Final
 
-from ..interrupt import handled_by, replaceable_handler
+from ..interrupt import Interrupts
 from ..output import can_draw, write_error
 
 PROMPT: Final = "> "
 CONTINUATION: Final = "  "
-_ENOUGH: Final = 3
-"""Number of times that Ctrl-C is pressed before what does not end by itself is left."""
 
 
 @dataclass(frozen=True)
@@ -73,72 +70,13 @@ def keys_kept_for_the_prompt() -> Iterator[None]:
         yield
 
 
-class ChatInterrupts:
-    """Gives Ctrl-C to what a chat is doing, within the block.
-
-    It raises nothing by itself: an exception in the middle of drawing, or of changing the terminal's modes, would leave
-    both in disorder. Where nothing takes a Ctrl-C, it is kept for what comes next.
-    """
-
-    def __init__(self) -> None:
-        self._act: Callable[[], None] | None = None
-        self._presses = 0
-        self._stack = handled_by(self._handle if replaceable_handler() else None)
-
-    def __enter__(self) -> ChatInterrupts:
-        self._stack.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    @contextmanager
-    def calling(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call `act` for every Ctrl-C within the block, and at its beginning for one that came before.
-
-        Of blocks within each other, the inner one acts.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed again and again.
-        """
-        before, self._act = self._act, act
-        try:
-            if self._presses:
-                act()
-            yield
-        finally:
-            self._act = before
-
-    @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Let Ctrl-C raise `KeyboardInterrupt` within the block, for what can be left anywhere."""
-        with self.calling(self._raise):
-            yield
-
-    def take(self) -> bool:
-        """Whether Ctrl-C was pressed since the last call."""
-        pressed, self._presses = self._presses > 0, 0
-        return pressed
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self._presses += 1
-        if self._presses > _ENOUGH and self._act is not None:
-            self._raise()
-        if self._act is not None:
-            self._act()
-
-    def _raise(self) -> None:
-        self._presses = 0
-        raise KeyboardInterrupt
-
-
 class PlainReader:
     """Reads lines with `input`; one that ends in a backslash continues in the next."""
 
     end_key: Final = "Ctrl-Z then Enter" if sys.platform == "win32" else "Ctrl-D"
     """The key that ends the input, for messages."""
 
-    def __init__(self, interrupts: ChatInterrupts) -> None:
+    def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
         if sys.platform != "win32":
             # Arrow keys and line history in `input`, not in every build of Python; nothing is written to disk.

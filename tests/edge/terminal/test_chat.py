@@ -18,7 +18,7 @@ from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.terminal.chat.chat import Chat
 from edgerun.edge.terminal.chat.chat_model import ChatModel
-from edgerun.edge.terminal.chat.prompt_reader import ChatInterrupts
+from edgerun.edge.terminal.interrupt import Interrupts
 from edgerun.edge.tools.call_rounds import CallingAnswer
 from edgerun.errors import DeviceError, EdgeError
 from edgerun.models.progress import ProgressDisplay
@@ -243,7 +243,7 @@ def test_a_message_that_cannot_be_answered_comes_back_with_its_attachments(
     with ConversationStore.in_memory() as store, ExitStack() as stack:
         model = ChatModel(open_model, str(tiny_bundle), ProgressDisplay())
         stack.callback(model.close)
-        chat = Chat(model, store, ChatInterrupts(), RunOptions(), edgerun.GenerateOptions(max_tokens=4))
+        chat = Chat(model, store, Interrupts(), RunOptions(), edgerun.GenerateOptions(max_tokens=4))
         chat.say("the one")
         before = chat.conversation.branch()
         if failing == "the store":
