@@ -39,7 +39,7 @@ from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling, conversation_routes
 from .generations import Generations
-from .models.model_endpoints import ModelServices, model_routes
+from .models.model_endpoints import ModelServices, model_objects, model_routes
 from .page_files import PageFiles, PageHeaders, index_page
 
 _log: Final = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def chat_app(service: AppService) -> ASGIApp:
             Route(OPEN_PATH, service.access.enter, methods=["GET"]),
             Route(OPEN_PATH, service.access.give_token, methods=["POST"]),
             Route("/api/events", context.events, methods=["GET"]),
-            *state_routes(context, service.models),
+            *state_routes(context),
             *conversation_routes(context, service.generations),
             *model_routes(service.models),
             *tool_routes(context),
@@ -174,7 +174,7 @@ def _file_refusal(scope: Scope) -> RefusedError | None:
     return RefusedError(HTTPStatus.FORBIDDEN, "no_session", what, "use its page, edge-run pull or edge-run rm")
 
 
-def state_routes(context: AppContext, models: ModelServices) -> list[ProtocolRoute]:
+def state_routes(context: AppContext) -> list[ProtocolRoute]:
     """The routes of the state and the settings."""
     store = context.store
 
@@ -184,7 +184,7 @@ def state_routes(context: AppContext, models: ModelServices) -> list[ProtocolRou
             "settings": read_settings(store),
             "presets": store.presets(),
             "folders": store.folders(),
-            "models": models.catalog.objects(),
+            "models": model_objects(context),
             "default_model": context.default_model(),
             "kept_days": KEPT_DAYS,
             "machine": {

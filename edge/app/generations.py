@@ -12,8 +12,7 @@ from typing import Any, Final
 from ..conversations.records import CallRound, MessageState, StoredMessage
 from ..server.http_protocol import RefusedError
 from .app_context import AppContext
-from .generation_run import GenerationRun
-from .message_generation import MessageGeneration
+from .generation_run import GenerationRun, MessageGeneration
 
 MAX_ANSWERS: Final = 32
 """Largest number of messages that are generated or wait."""

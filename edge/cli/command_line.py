@@ -43,7 +43,14 @@ COMMANDS: Final = {
     "rpc": "Answer JSON-RPC requests of another program over standard input and output.",
 }
 """What each command does; the module and the function are named like the command, with `_` for `-`, but for `run`."""
-_MODULES: Final = {"stop": "ps", "mcp": "rpc", "pull": "models", "complete": "run"}
+_MODULES: Final = {
+    "ps": "models",
+    "stop": "models",
+    "doctor": "devices",
+    "mcp": "rpc",
+    "pull": "models",
+    "complete": "run",
+}
 """Modules of commands that stand with another one."""
 ALIASES: Final = {"list": ("models",), "ls": ("models",), "show": ("inspect",), "rm": ("models", "--remove")}
 """Names that commands have in other programs, which work here too."""

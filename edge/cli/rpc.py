@@ -13,8 +13,7 @@ from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
 from ..terminal.output import write_out
-from .pool_options import POOL, Models
-from .shared_options import OptionsOf, takes_options
+from .shared_options import POOL, Models, OptionsOf, takes_options
 
 _SHORTEST_LINE: Final = 1024
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))
@@ -43,7 +42,7 @@ def rpc(
     Example: edge-run rpc my-model
     """
     options, load = _RPC.record(given), _LOAD.record(given)
-    from ..rpc.protocol_schema import protocol_schema
+    from ..rpc.stdio_service import protocol_schema
 
     if options.schema:
         write_out(f"{json.dumps(protocol_schema(), indent=1)}\n")

@@ -16,8 +16,7 @@ from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ..service.running_servers import API_KEY_VARIABLE, announced
 from ..terminal.output import showing_tracebacks, write_error
-from .pool_options import POOL, Models
-from .shared_options import OptionsOf, takes_options
+from .shared_options import POOL, Models, OptionsOf, takes_options
 
 _MAX_KEY_BYTES: Final = 4096
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))

@@ -32,7 +32,7 @@ READ = (
     "/api/tools",
 )
 CONTEXT: Any = SimpleNamespace(store=None, settings=None, pool=None)
-ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT, CONTEXT)]
+ROUTES = [*conversation_routes(CONTEXT, CONTEXT), *state_routes(CONTEXT)]
 WITH_BODY = [
     (next(iter(route.methods or ())), route.path_format, route.parameters.kind)
     for route in ROUTES

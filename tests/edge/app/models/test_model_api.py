@@ -14,8 +14,10 @@ import httpx
 import pytest
 
 from edgerun import load
-from edgerun.edge.app.models.model_catalog import ModelCatalog
+from edgerun.edge.app.app_context import AppContext, EventChannel
+from edgerun.edge.app.models.model_endpoints import model_objects
 from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.server.server_settings import ServerSettings
 from edgerun.edge.service.model_pool import ModelPool
 from edgerun.models.bundle import open_bundle
 from support.app_server import ask, running_app
@@ -171,7 +173,8 @@ def test_the_sampling_that_a_model_asks_for_is_told(tmp_path: Path, tiny_bundle:
         ModelPool([str(folder) for folder in models], lambda path, progress: load(path, progress=progress)) as pool,
         ConversationStore.in_memory() as store,
     ):
-        told = [model["sampling_defaults"] for model in ModelCatalog(pool, store).objects()]
+        context = AppContext(store, pool, EventChannel(), ServerSettings())
+        told = [model["sampling_defaults"] for model in model_objects(context)]
     assert told == [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgerun.edge.app.models.model_catalog import recommend, recommended_models
+from edgerun.edge.app.models.model_endpoints import recommend, recommended_models
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.hub.downloaded_model import parse_hub_id
 
