@@ -26,7 +26,7 @@ from artifacts import bundle
 from edgerun.edge.bench.bench_result import BenchConditions, BenchResult
 from edgerun.edge.bench.prompt_sets import read_recording
 from edgerun.edge.bench.runner import BenchSettings, DecodingMode, measure_modes, parse_turns
-from edgerun.edge.bench.table import show
+from edgerun.edge.cli.bench import show
 from edgerun.models.find import bundled_folder
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.choice import Speculation

@@ -43,7 +43,7 @@ import edgerun
 from artifacts import bundle
 from edgerun.edge.bench.bench_result import BenchResult
 from edgerun.edge.bench.ratios import ModeResult
-from edgerun.edge.bench.table import ratio_text, show
+from edgerun.edge.cli.bench import ratio_text, show
 from edgerun.runtime.measure.system_load import LoadMeter
 from recording_replay import BASE, ORACLE, REAL, RECORDINGS, RecordingReplay, Variant
 from replay_host import RealHost

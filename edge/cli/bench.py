@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ...errors import InputError
 from ...models.pairing import find_draft
@@ -14,18 +18,19 @@ from ...models.progress import ProgressDisplay
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
+from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
+from ...runtime.measure.system_load import LoadMeter
 from ...runtime.options import GenerateOptions
+from ...runtime.result import DraftCounts
 from ...runtime.speculation.choice import Speculation
+from ..bench.bench_result import BUSY_NOTE, BenchConditions, BenchResult
+from ..bench.clients import COLUMNS, REQUESTS, TURNS, ClientsResult, measure_clients, request_lengths
+from ..bench.prompt_sets import Conversation, bundled_prompts, limit_per_category, read_prompts, read_recording
+from ..bench.ratios import Estimate, ModeResult, round_ms
+from ..bench.runner import BenchSettings, DecodingMode, measure_modes, parse_turns
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import OWN_PROMPTS, PROMPTS_HELP, AsJson, ModelArgument, OptionsOf, takes_options
-
-if TYPE_CHECKING:
-    from ...runtime.engine import Engine
-    from ..bench.bench_result import BenchConditions, BenchResult
-    from ..bench.clients import ClientsResult
-    from ..bench.prompt_sets import Conversation
-    from ..bench.runner import BenchSettings, DecodingMode
 
 _LOAD: Final = OptionsOf(
     # As fast as the machine can, also on battery. With what earlier answers taught, a measurement would not repeat.
@@ -34,6 +39,7 @@ _LOAD: Final = OptionsOf(
 )
 _ANSWER: Final = OptionsOf(GenerateOptions(temperature=0.0, seed=0), only=("raw", "temperature", "seed"))
 _MAX_TOKENS: Final = 256
+_MAX_DEPTH: Final = 8
 _WHOLE_ANSWER: Final = 1 << 20
 """A recorded answer is replayed to its end, because the longer it is, the more it repeats."""
 
@@ -100,9 +106,6 @@ def bench(
     answer = _ANSWER.record(given)
     load = _LOAD.record(given)
     options = _BENCH.record(given)
-    from ..bench.runner import BenchSettings, parse_turns
-    from ..bench.table import show
-
     settings = BenchSettings(
         options.max_tokens or (_MAX_TOKENS if options.replay is None else _WHOLE_ANSWER),
         parse_turns(options.turns),
@@ -119,10 +122,6 @@ def bench(
 
 
 def _measure(model: str | None, load: LoadOptions, settings: BenchSettings, options: BenchOptions) -> BenchResult:
-    from ...runtime.measure.system_load import LoadMeter
-    from ..bench.bench_result import BenchResult
-    from ..bench.runner import measure_modes
-
     modes = _modes(options)
     conversations, source = _conversations(settings, options, for_shell=model is None)
     with open_model(model, load) as engine:
@@ -142,9 +141,6 @@ def _measure_clients(
     Raises:
         InputError: an option is given that does not go with --clients.
     """
-    from ...runtime.measure.system_load import LoadMeter
-    from ..bench.clients import REQUESTS, TURNS, ClientsResult, measure_clients, request_lengths
-
     counts, modes = sorted({1, *(options.clients or ())}), _modes(options)
     for name in ("prompts", "replay", "limit", "turns"):
         if getattr(options, name) != getattr(_BENCH.base, name):
@@ -164,8 +160,6 @@ def _measure_clients(
 
 
 def _modes(options: BenchOptions) -> list[DecodingMode]:
-    from ..bench.runner import DecodingMode
-
     speculations = dict.fromkeys(map(Speculation.parse, options.spec or ["auto"]))
     return [DecodingMode(str(speculation), speculation) for speculation in speculations]
 
@@ -173,8 +167,6 @@ def _modes(options: BenchOptions) -> list[DecodingMode]:
 def _conditions(
     engine: Engine, load: LoadOptions, settings: BenchSettings, options: BenchOptions, source: str, conversations: int
 ) -> BenchConditions:
-    from ..bench.bench_result import BenchConditions
-
     pair = find_draft(engine.bundle, load.draft)
     return BenchConditions(
         model=engine.bundle.folder.name,
@@ -199,8 +191,6 @@ def _conversations(
     Raises:
         InputError: the file cannot be used, two are given, or no turn would be measured.
     """
-    from ..bench.prompt_sets import bundled_prompts, limit_per_category, read_prompts, read_recording
-
     if options.prompts is not None and options.replay is not None:
         raise InputError("--prompts and --replay exclude each other", "measure them one after the other")
     if options.replay is not None:
@@ -213,3 +203,110 @@ def _conversations(
     if not conversations:
         raise InputError(f"--turns {options.turns} selects no turn of {source}", "give another range")
     return conversations, source
+
+
+def show(console: Console, result: BenchResult | ClientsResult) -> None:
+    """Print the headlines, tables and notes of a measurement."""
+    if isinstance(result, ClientsResult):
+        _show_clients(console, result)
+        return
+    console.print(_heading(result.conditions))
+    for line in result.headlines:
+        console.print(Text(f"  {line}.", "bold"), soft_wrap=True)
+    tables = [*map(_categories, result.modes), _drafters(result), _rounds(result)]
+    if any(mode.stats.by_depth for mode in result.modes):
+        tables.append(_depths(result))
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+    for note in result.notes:
+        console.print(f"  {note}", soft_wrap=True)
+
+
+def _show_clients(console: Console, result: ClientsResult) -> None:
+    console.print(_heading(result.conditions))
+    columns = ("clients", "tokens/s", "ratio", "first token, ms", "p95", "per token, ms", "p95")
+    table = _table("tokens per second of all clients together, and the times of a request", *columns)
+    for row in result.rows:
+        table.add_row(str(row["clients"]), *(f"{row[name]:.{2 if name == 'ratio' else 1}f}" for name in COLUMNS))
+    console.print(table)
+    tokens = f"{result.prompt_tokens} tokens, answers of {result.conditions.max_tokens}"
+    console.print(f"  Prompts of {tokens}; --spec {result.speculation}. Medians; ratios are to one client.")
+    if result.busy:
+        console.print(f"  {BUSY_NOTE}", soft_wrap=True)
+
+
+def _heading(conditions: BenchConditions) -> Text:
+    draft = f" with draft model {conditions.draft}" if conditions.draft else ""
+    text = Text(conditions.model, "bold")
+    return text.append(f"{draft} on {conditions.device}: {conditions.source}", "not bold")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", min_width=len(title))
+    table.add_column(columns[0])
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    return table
+
+
+def ratio_text(estimate: Estimate) -> str:
+    """A ratio with its confidence interval."""
+    if estimate.interval is None:
+        return f"{estimate.value:.2f}"
+    low, high = estimate.interval
+    return f"{estimate.value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def acceptance_text(counts: DraftCounts) -> str:
+    """An acceptance rate in per cent."""
+    return f"{counts.acceptance_rate:.0%}" if counts.drafted else "-"
+
+
+def _categories(mode: ModeResult) -> Table:
+    table = _table(
+        f"{mode.name} compared with plain decoding, tokens per second",
+        *("", "answers", "plain", mode.name, "ratio", "tokens per pass", "accepted"),
+    )
+    rows = [(each.name, each.plain, each.stats, each.ratio) for each in mode.categories]
+    rows.append(("geometric mean", mode.plain, mode.stats, mode.mean))
+    for number, (name, plain, stats, ratio) in enumerate(rows, 1):
+        if number == len(rows):
+            table.add_section()
+        table.add_row(
+            name,
+            str(stats.answers),
+            f"{plain.decode_tokens_per_second:.1f}",
+            f"{stats.decode_tokens_per_second:.1f}",
+            ratio_text(ratio),
+            f"{stats.tokens_per_pass:.2f}",
+            acceptance_text(stats.draft_counts),
+            style="bold" if number == len(rows) else None,
+        )
+    return table
+
+
+def _drafters(result: BenchResult) -> Table:
+    table = _table("draft tokens by drafter", "", "drafter", "verified", "accepted", "")
+    for mode in result.modes:
+        for number, (name, counts) in enumerate(mode.stats.by_source.items()):
+            shown = mode.name if number == 0 else ""
+            table.add_row(shown, name, str(counts.drafted), str(counts.accepted), acceptance_text(counts))
+        table.add_section()
+    return table
+
+
+def _rounds(result: BenchResult) -> Table:
+    table = _table("milliseconds per round", "", "draft passes", "target pass", "host", "total", "rounds")
+    for name, stats in result.stats.items():
+        table.add_row(name, *(f"{part:.2f}" for part in round_ms(stats).values()), str(stats.decode_passes))
+    return table
+
+
+def _depths(result: BenchResult) -> Table:
+    deepest = min(max(len(mode.stats.by_depth) for mode in result.modes), _MAX_DEPTH)
+    table = _table("acceptance rate by depth in the draft", "", *map(str, range(1, deepest + 1)))
+    for mode in result.modes:
+        counts = [*mode.stats.by_depth, *[DraftCounts()] * deepest][:deepest]
+        table.add_row(mode.name, *map(acceptance_text, counts))
+    return table

@@ -100,7 +100,7 @@ def _with_documents(
 
 def _chat(model: str | None, chosen: RunOptions, options: GenerateOptions, load: LoadOptions) -> int:
     """Chat; returns the exit code."""
-    from ..terminal.chat.opening import open_chat
+    from ..terminal.chat.conversation_commands import open_chat
 
     def open_named(name: str | None, progress: Progress) -> Engine:
         named = load

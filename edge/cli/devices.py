@@ -53,7 +53,7 @@ from ...runtime.measure.pass_timing import PASS_COSTS
 from ..service.model_files import describe_files
 from ..terminal.output import SafeConsole, write_json, write_line
 from .models import describe as described_models
-from .shared_options import AsJson, Debug
+from .shared_options import AsJson, takes_options
 
 _SIMULATED = "simulated, for tests"
 _INSTRUCTIONS: Final = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "dotprod", "i8mm", "sve")
@@ -62,13 +62,14 @@ _MEMORY_SHARE: Final = 0.8
 """Share of the memory that a model should take at most."""
 
 
+@takes_options()
 def devices(
     model: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help="Also show what was measured for this model.", show_default="none"),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
+    **_given: Any,
 ) -> None:
     """List the devices that --device accepts on this machine, and what it takes to use those that are missing.
 
@@ -201,10 +202,8 @@ def _check_parts(check: DeviceCheck) -> list[str]:
     return parts
 
 
-def doctor(
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
-) -> None:
+@takes_options()
+def doctor(as_json: AsJson = False, **_given: Any) -> None:
     """Show what this machine offers, what edge-run keeps on it, and what would make its models faster.
 
     Nothing is measured, loaded or downloaded, and nothing leaves the machine.

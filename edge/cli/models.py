@@ -20,17 +20,18 @@ from ...runtime.devices.providers import choose_device
 from ..service.offered_models import capabilities_at
 from ..service.running_servers import ask, running_servers
 from ..terminal.output import SafeConsole, write_error, write_json, write_line
-from .shared_options import AsJson, Debug, Offline
+from .shared_options import AsJson, takes_options
 
 _COMMIT_SHOWN = 10
 
 
+@takes_options()
 def models(
     remove: Annotated[
         str | None, typer.Option(metavar="ID", help="Remove a downloaded model, or one variant or commit of it.")
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
+    **_given: Any,
 ) -> None:
     """List the bundled model, exported ones, and those downloaded from the Hugging Face Hub, or remove one of these.
 
@@ -133,6 +134,7 @@ def _matches(store: Store, named: HubId, model: DownloadedModel) -> bool:
     )
 
 
+@takes_options(offline=True)
 def pull(
     model: Annotated[
         str, typer.Argument(metavar="ID", help="org/name, org/name:variant or org/name:variant@revision.")
@@ -140,9 +142,8 @@ def pull(
     device: Annotated[
         str, typer.Option(metavar="NAME", help="The device it will run on: auto, cpu, gpu or npu.")
     ] = "auto",
-    offline: Offline = False,  # noqa: ARG001  its callback acts
     as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
+    **_given: Any,
 ) -> None:
     """Download a model or update it, and print its folder.
 
@@ -182,10 +183,8 @@ def pull(
     write_line(f"to run it: {facts['command']}")
 
 
-def ps(
-    as_json: AsJson = False,
-    debug: Debug = False,  # noqa: ARG001  main reads it
-) -> None:
+@takes_options()
+def ps(as_json: AsJson = False, **_given: Any) -> None:
     """List the models that running servers and apps have in memory: their size, context, and how long they stay.
 
     These are the edge-run serve and edge-run app of this user on this machine. One that has an API key is asked with
@@ -210,11 +209,12 @@ def ps(
         write_line("no model is in memory" if servers else "no server runs; to start one: edge-run serve or app")
 
 
+@takes_options()
 def stop(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A name that edge-run ps lists.", show_default="all")
     ] = None,
-    debug: Debug = False,  # noqa: ARG001  main reads it
+    **_given: Any,
 ) -> None:
     """Unload a model from the memory of running servers and apps, when the answers in progress have ended.
 

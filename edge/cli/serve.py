@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import InputError, missing_extra
+from ...errors import ContextError, InputError, TemplateError, missing_extra
 from ...models.progress import ProgressDisplay
 from ...models.regular_file import os_errors_as
-from ...models.user_text import decode_text, parse_bytes
+from ...models.user_text import decode_text, parse_bytes, read_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.engine import Engine
+from ...runtime.options import GenerateOptions
+from ..service.request_error import RequestError
 from ..service.running_servers import API_KEY_VARIABLE, announced
+from ..service.text_bodies import ChatBody
 from ..terminal.output import showing_tracebacks, write_error
 from .shared_options import POOL, Models, OptionsOf, takes_options
 
+_log: Final = logging.getLogger("edgerun")
 _MAX_KEY_BYTES: Final = 4096
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
 
@@ -77,7 +85,6 @@ def serve(
         from ..server.endpoints import RequestService
         from ..server.server_settings import ServerSettings
         from ..server.uvicorn_server import DrainingServer, bound_socket
-        from ..service.kept_prefixes import KeptPrefix
 
     settings = ServerSettings(
         host=options.host,
@@ -87,8 +94,8 @@ def serve(
         allow_image_urls=options.allow_image_urls,
         max_body_bytes=parse_bytes(options.max_body, "--max-body"),
     )
-    prefixes = [KeptPrefix.read(path) for path in options.prefix or ()]
-    with POOL.record(given).open(models, load, prefixes) as pool, bound_socket(options.host, options.port) as listening:
+    prepare = partial(_keep_prefixes, {path: _prefix(path) for path in options.prefix or ()})
+    with POOL.record(given).open(models, load, prepare) as pool, bound_socket(options.host, options.port) as listening:
         if models:
             # What is wrong with the model that most requests will use is said now.
             with ProgressDisplay(transient=True) as progress:
@@ -131,3 +138,36 @@ def _curl(base: str, key: str | None, file: Path | None) -> str:
     given = f"$(cat {shlex.quote(str(file))})" if file is not None else f"${API_KEY_VARIABLE}"
     header = "" if key is None else f' -H "Authorization: Bearer {given}"'
     return f'curl {base}/v1/chat/completions{header} -H "Content-Type: application/json" -d {body}'
+
+
+def _prefix(path: Path) -> tuple[Any, GenerateOptions]:
+    """What requests begin with, and the tools and template variables that a prompt depends on too.
+
+    Args:
+        path: the text of a system message or, where its name ends in `.json`, the body of a chat completion.
+
+    Raises:
+        InputError: it cannot be read, is blank, or is not such a body.
+    """
+    text = read_text(path, "give a text file with a system message, or a .json file with the body of a chat completion")
+    if path.suffix.lower() != ".json":
+        return [{"role": "system", "content": text}], GenerateOptions()
+    try:
+        request = ChatBody.parse(text)
+    except RequestError as error:
+        raise InputError(f"{path} is not the body of a chat completion: {error.what}", error.hint) from None
+    options = request.options
+    return request.messages, GenerateOptions(tools=options.tools, template_variables=options.template_variables)
+
+
+def _keep_prefixes(prefixes: Mapping[Path, tuple[Any, GenerateOptions]], engine: Engine) -> None:
+    """Read beginnings with a model, or take what an earlier process kept of them; those that do not fit are logged.
+
+    Raises:
+        EdgeError: the model failed, or loading it was cancelled.
+    """
+    for path, prefix in prefixes.items():
+        try:
+            engine.keep_prefix(*prefix)
+        except (ContextError, TemplateError, InputError) as error:
+            _log.warning("%s is not read in advance by %s: %s", path, engine.bundle.folder.name, error.what)

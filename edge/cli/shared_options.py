@@ -24,7 +24,7 @@ from ...runtime.strategies.strategy import parse_strategy
 if TYPE_CHECKING:
     from ...models.progress import Progress
     from ...runtime.encoders.encoder import AnyModel
-    from ..service.kept_prefixes import KeptPrefix
+    from ...runtime.engine import Engine
     from ..service.model_pool import ModelPool
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -197,14 +197,14 @@ class PoolOptions:
     )
 
     def open(
-        self, models: Sequence[str] | None, options: LoadOptions, prefixes: Sequence[KeptPrefix] = ()
+        self, models: Sequence[str] | None, options: LoadOptions, prepare: Callable[[Engine], None] = lambda _: None
     ) -> ModelPool:
         """Offer the models.
 
         Args:
             models: paths, names and hub ids.
             options: how each of them is loaded.
-            prefixes: what requests begin with: every model reads it when it is loaded.
+            prepare: called with every language model when it is loaded.
 
         Raises:
             BundleError: a path does not exist, or holds no model.
@@ -218,11 +218,9 @@ class PoolOptions:
 
         def open_model(path: str, progress: Progress) -> AnyModel:
             engine = load_either(path, options, progress=progress)
-            if prefixes and isinstance(engine, Engine):
-                from ..service.kept_prefixes import keep_prefixes
-
+            if isinstance(engine, Engine):
                 try:
-                    keep_prefixes(engine, prefixes)
+                    prepare(engine)
                 except BaseException:
                     engine.close()
                     raise

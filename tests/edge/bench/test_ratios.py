@@ -22,7 +22,7 @@ from edgerun.edge.bench.ratios import (
     round_ms,
     spread_of_plain,
 )
-from edgerun.edge.bench.table import show
+from edgerun.edge.cli.bench import show
 from edgerun.runtime.result import DraftCounts, Stats
 
 

@@ -20,7 +20,7 @@ import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.edge.cli.run import RunOptions
 from edgerun.edge.terminal.chat.answer_view import MarkdownView
-from edgerun.edge.terminal.chat.opening import open_chat
+from edgerun.edge.terminal.chat.conversation_commands import open_chat
 from edgerun.edge.terminal.output import SafeConsole, prompt_output, showing_warnings, write_json, write_line
 from edgerun.models.manifest import Calibration, Manifest
 from edgerun.models.progress import ProgressDisplay
