@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from edgerun.edge.cli import doctor as command
+from edgerun.edge.cli import devices as command
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import record_export
 from edgerun.runtime.devices.providers import cpu_device
