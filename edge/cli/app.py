@@ -17,7 +17,8 @@ from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.prefill import PrefillMode
 from ..conversations.store import ConversationStore
 from ..terminal.output import showing_tracebacks, write_error
-from .shared_options import POOL, Models, OptionsOf, embedding_option, takes_options
+from .serve import POOL, Models
+from .shared_options import OptionsOf, embedding_option, takes_options
 
 if TYPE_CHECKING:
     import socket

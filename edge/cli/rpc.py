@@ -13,7 +13,8 @@ from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.devices.processor import Power
 from ..terminal.output import write_out
-from .shared_options import POOL, Models, OptionsOf, takes_options
+from .serve import POOL, Models
+from .shared_options import OptionsOf, takes_options
 
 _SHORTEST_LINE: Final = 1024
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "prefix_disk", "history", "learned", "max_waiting"))

@@ -1,33 +1,92 @@
-"""`edge-run serve [MODEL ...]`: an OpenAI-compatible server on this machine."""
+"""`edge-run serve [MODEL ...]`: a server on this machine; and the options of all commands that offer several models."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from ...errors import ContextError, InputError, TemplateError, missing_extra
-from ...models.progress import ProgressDisplay
+from ...models.progress import Progress, ProgressDisplay
 from ...models.regular_file import os_errors_as
 from ...models.user_text import decode_text, parse_bytes, read_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
+from ...runtime.devices.providers import choose_device
+from ...runtime.encoders.encoder import AnyModel, load_either
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
+from ..service.model_pool import ModelPool
 from ..service.request_error import RequestError
 from ..service.running_servers import API_KEY_VARIABLE, announced
 from ..service.text_bodies import ChatBody
 from ..terminal.output import showing_tracebacks, write_error
-from .shared_options import POOL, Models, OptionsOf, takes_options
+from .shared_options import OptionsOf, takes_options
 
 _log: Final = logging.getLogger("edgerun")
 _MAX_KEY_BYTES: Final = 4096
 _LOAD: Final = OptionsOf(LoadOptions(), without=("tokenizer", "learned"))
+
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Models to offer; the first one answers requests that name none.",
+        show_default="the bundled model and those that edge-run models lists",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Which models stay in memory; they are loaded when they are first used."""
+
+    idle_unload: float | None = option(
+        None, "Unload a model that is unused for this long.", metavar="SECONDS", least=0, unset="never"
+    )
+    memory: str | None = option(
+        None, "Memory for the weights of loaded models, such as 8GB.", metavar="SIZE", unset="no limit"
+    )
+
+    def open(
+        self, models: Sequence[str] | None, options: LoadOptions, prepare: Callable[[Engine], None] = lambda _: None
+    ) -> ModelPool:
+        """Offer the models.
+
+        Args:
+            models: paths, names and hub ids.
+            options: how each of them is loaded.
+            prepare: called with every language model when it is loaded.
+
+        Raises:
+            BundleError: a path does not exist, or holds no model.
+            InputError: the memory is not a size.
+        """
+
+        def open_model(path: str, progress: Progress) -> AnyModel:
+            engine = load_either(path, options, progress=progress)
+            if isinstance(engine, Engine):
+                try:
+                    prepare(engine)
+                except BaseException:
+                    engine.close()
+                    raise
+            return engine
+
+        max_bytes = None if self.memory is None else parse_bytes(self.memory, "--memory")
+        kind = choose_device(options.device).kind
+        return ModelPool(models or [], open_model, idle_s=self.idle_unload, max_bytes=max_bytes, kind=kind)
+
+
+POOL: Final = OptionsOf(PoolOptions())
 
 
 @dataclass(frozen=True)

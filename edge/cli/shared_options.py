@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, options from the fields of records, and models for others."""
+"""Command-line options that several commands share, and options from the fields of records."""
 
 from __future__ import annotations
 
@@ -10,22 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, Generic, TypeVar, get_type_hints
 
 import typer
 
 from ...errors import InputError
 from ...models.user_text import parse_bytes
 from ...runtime.arguments.argument_types import option, options_of
-from ...runtime.arguments.load_options import LoadOptions
 from ...runtime.speculation.choice import Speculation
 from ...runtime.strategies.strategy import parse_strategy
-
-if TYPE_CHECKING:
-    from ...models.progress import Progress
-    from ...runtime.encoders.encoder import AnyModel
-    from ...runtime.engine import Engine
-    from ..service.model_pool import ModelPool
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Record = TypeVar("_Record")
@@ -173,62 +166,3 @@ _PARSERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "prefix_disk": lambda size: parse_bytes(size, "--prefix-disk"),
     "speculation": Speculation.parse,
 }
-
-
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Models to offer; the first one answers requests that name none.",
-        show_default="the bundled model and those that edge-run models lists",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class PoolOptions:
-    """Which models stay in memory; they are loaded when they are first used."""
-
-    idle_unload: float | None = option(
-        None, "Unload a model that is unused for this long.", metavar="SECONDS", least=0, unset="never"
-    )
-    memory: str | None = option(
-        None, "Memory for the weights of loaded models, such as 8GB.", metavar="SIZE", unset="no limit"
-    )
-
-    def open(
-        self, models: Sequence[str] | None, options: LoadOptions, prepare: Callable[[Engine], None] = lambda _: None
-    ) -> ModelPool:
-        """Offer the models.
-
-        Args:
-            models: paths, names and hub ids.
-            options: how each of them is loaded.
-            prepare: called with every language model when it is loaded.
-
-        Raises:
-            BundleError: a path does not exist, or holds no model.
-            InputError: the memory is not a size.
-        """
-        # Other commands need neither.
-        from ...runtime.devices.providers import choose_device
-        from ...runtime.encoders.encoder import load_either
-        from ...runtime.engine import Engine
-        from ..service.model_pool import ModelPool
-
-        def open_model(path: str, progress: Progress) -> AnyModel:
-            engine = load_either(path, options, progress=progress)
-            if isinstance(engine, Engine):
-                try:
-                    prepare(engine)
-                except BaseException:
-                    engine.close()
-                    raise
-            return engine
-
-        max_bytes = None if self.memory is None else parse_bytes(self.memory, "--memory")
-        kind = choose_device(options.device).kind
-        return ModelPool(models or [], open_model, idle_s=self.idle_unload, max_bytes=max_bytes, kind=kind)
-
-
-POOL: Final = OptionsOf(PoolOptions())

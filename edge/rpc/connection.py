@@ -16,8 +16,9 @@ import msgspec
 
 from ...errors import CancelledError, EdgeError
 from ...runtime.scheduling.request_run import Run
-from ..service.body_decoder import MAX_DEPTH, Parameters, described
+from ..service.body_decoder import MAX_DEPTH, described
 from ..service.request_error import ErrorCode, RequestError
+from ..service.text_bodies import Parameters
 from .line_transport import LineWriter
 from .protocol import NOTIFICATIONS, PROTOCOL_VERSION, ProgressParams, ProtocolCode, RequestId, response_error
 

@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import EdgeError, UnknownIdError
 from ...runtime.graph.memory import trim_heap
-from ..service.body_decoder import MAX_CHARACTERS, Parameters
+from ..service.body_decoder import MAX_CHARACTERS
+from ..service.text_bodies import Parameters
 from .http_protocol import (
     LARGE_BODY,
     OPENAI,

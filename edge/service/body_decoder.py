@@ -6,13 +6,12 @@ JSON is read strictly: no duplicate keys, no NaN, no broken text, bounded.
 from __future__ import annotations
 
 import difflib
-import inspect
 import json
 import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
@@ -262,39 +261,6 @@ def decode_fields(fields: Mapping[str, Any], kind: type[_Body]) -> _Body:
         raise _request_error(str(error), fields, kind) from None
     _refuse_unsupported_values(decoded, ())
     return decoded
-
-
-class Parameters:
-    """What a function takes of a body: the whole as `body`, or else the fields, of which none other is allowed.
-
-    Args:
-        function: the function, whose docstring is that of the struct.
-        elsewhere: its parameters that come from elsewhere.
-        name: name of the struct of the fields.
-    """
-
-    def __init__(self, function: Callable[..., object], elsewhere: Collection[str], name: str = "Body") -> None:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-        fields = [each for each in parameters if each.name not in elsewhere]
-        self._whole: Final = [each.name for each in fields] == ["body"]
-        defaults = [dict(each.default) if isinstance(each.default, Mapping) else each.default for each in fields]
-        declared = [
-            (each.name, each.annotation, msgspec.NODEFAULT if default is each.empty else default)
-            for each, default in zip(fields, defaults, strict=True)
-        ]
-        text = {"__doc__": function.__doc__}
-        made = (
-            None
-            if self._whole
-            else msgspec.defstruct(name, declared, bases=(StrictStruct,), namespace=text, kw_only=True)
-        )
-        self.kind: Final[type[msgspec.Struct]] = made or fields[0].annotation
-        """The struct that a body is decoded into."""
-
-    def read(self, body: bytes, max_characters: int = MAX_CHARACTERS) -> dict[str, Any]:
-        """The arguments that a body gives; errors as for `decode_body`."""
-        decoded = decode_body(body, self.kind, max_characters)
-        return {"body": decoded} if self._whole else msgspec.structs.asdict(decoded)
 
 
 @cache

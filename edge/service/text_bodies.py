@@ -1,17 +1,19 @@
-"""The bodies of requests: chat and text completions, embeddings, tokens; OpenAI's fields and edge-run's own."""
+"""The bodies of requests: chat and text completions, embeddings, tokens, and the parameters of a function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from ...runtime.encoders.encoder import AnyModel
 from ...runtime.engine import Engine
 from ...runtime.options import GenerateOptions
 from ...runtime.text.chat_template import Message
-from .body_decoder import StrictStruct, about
+from .body_decoder import MAX_CHARACTERS, StrictStruct, about, decode_body
 from .generation_fields import (
     Alternatives,
     BestOfField,
@@ -259,3 +261,33 @@ class DetokenizeBody(StrictStruct):
 
     tokens: Annotated[list[Annotated[int, Meta(ge=0)]], about("Token ids.")]
     model: Annotated[str | None, about("Name of the model; null for the first one that the server offers.")] = None
+
+
+class Parameters:
+    """What a function takes of a body: the whole as `body`, or else the fields, of which none other is allowed.
+
+    `elsewhere` has its parameters that come from elsewhere; its docstring, and `name`, are those of the struct.
+    """
+
+    def __init__(self, function: Callable[..., object], elsewhere: Collection[str], name: str = "Body") -> None:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        fields = [each for each in parameters if each.name not in elsewhere]
+        self._whole: Final = [each.name for each in fields] == ["body"]
+        defaults = [dict(each.default) if isinstance(each.default, Mapping) else each.default for each in fields]
+        declared = [
+            (each.name, each.annotation, msgspec.NODEFAULT if default is each.empty else default)
+            for each, default in zip(fields, defaults, strict=True)
+        ]
+        text = {"__doc__": function.__doc__}
+        made = (
+            None
+            if self._whole
+            else msgspec.defstruct(name, declared, bases=(StrictStruct,), namespace=text, kw_only=True)
+        )
+        self.kind: Final[type[msgspec.Struct]] = made or fields[0].annotation
+        """The struct that a body is decoded into."""
+
+    def read(self, body: bytes, max_characters: int = MAX_CHARACTERS) -> dict[str, Any]:
+        """The arguments that a body gives; errors as for `decode_body`."""
+        decoded = decode_body(body, self.kind, max_characters)
+        return {"body": decoded} if self._whole else msgspec.structs.asdict(decoded)
