@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .runtime.strategies.strategy import Strategy, strategy
     from .runtime.structure.response_format import ResponseFormat
     from .runtime.text.token_logprobs import TokenLogprob
-    from .runtime.tools.calls import ToolCall, ToolCallDelta
+    from .runtime.tools.calls import ToolCall
     from .runtime.tools.function_tools import FunctionTool, ToolRun, run_tools
 
 __all__ = [
@@ -89,7 +89,6 @@ __all__ = [
     "TokenLogprob",
     "TokenOrigin",
     "ToolCall",
-    "ToolCallDelta",
     "ToolRun",
     "__version__",
     "load",
@@ -130,7 +129,7 @@ _MODULES = {
     ".runtime.strategies.strategy": ("Strategy", "strategy"),
     ".runtime.strategies.monitor": ("Monitor",),
     ".runtime.structure.response_format": ("ResponseFormat",),
-    ".runtime.tools.calls": ("ToolCall", "ToolCallDelta"),
+    ".runtime.tools.calls": ("ToolCall",),
     ".runtime.tools.function_tools": ("FunctionTool", "ToolRun", "run_tools"),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562)."""

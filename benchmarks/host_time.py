@@ -156,7 +156,7 @@ def run(
     left = rounds
     for prompt, answer in case.turns:
         bound.arena.rewind_to(0)
-        sampler = ReplaySampler(answer, len(prompt), Sampler(SamplingParams(), bound.graph_io.vocab_size))
+        sampler = ReplaySampler(answer, len(prompt), SamplingParams(), bound.graph_io.vocab_size)
         limits = DecodeLimits(len(answer))
         steps = decode(bound, prompt, sampler, limits, case.speculator(answer, len(prompt)))
         next(steps)

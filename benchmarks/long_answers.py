@@ -137,9 +137,9 @@ class Answers:
             speculation=Speculation.parse("suffix,edit" if mode == "without" else "suffix,edit,sparse")
         )
         params = SamplingParams()
-        sampler = Sampler(params, self._bound.graph_io.vocab_size)
         recording = None if self._own else Recording(tuple(answer))
-        chooses = sampler if recording is None else ReplaySampler(answer, self._context, sampler)
+        own = params, self._bound.graph_io.vocab_size
+        chooses = Sampler(*own) if recording is None else ReplaySampler(answer, self._context, *own)
         with self._drafters.answering(
             Request(prompt, options, params, recording=recording), self._bound.arena
         ) as found:

@@ -33,8 +33,8 @@ from .scheduling.answer_stream import AnswerStream
 from .text.chat_template import Message
 from .text.detokenizer import AnswerStart
 from .text.messages import json_messages, template_messages
-from .tools.answer_parts import AnswerParts
-from .tools.calls import assistant_message, joined_calls
+from .tools.answer_parts import AnswerParts, joined_parts
+from .tools.calls import assistant_message
 
 _FORMAT: Final = 2
 _BYTES_PER_TOKEN: Final = 1 << 10
@@ -315,12 +315,10 @@ def _user(content: Content) -> Message:
 
 def _message(answer: Sequence[Chunk], begun: AnswerParts) -> Message | None:
     """The message that the pieces of an answer make with the parts that it was begun with; None without a piece."""
-    text = "".join(chunk.text for chunk in answer)
-    reasoning = "".join(chunk.reasoning for chunk in answer)
-    if not (text or reasoning or any(chunk.tool_calls for chunk in answer)):
+    if not any(chunk.text or chunk.reasoning or chunk.tool_calls for chunk in answer):
         return None
-    calls = joined_calls([*begun.tool_calls, *(delta for chunk in answer for delta in chunk.tool_calls)])
-    return template_messages([assistant_message(begun.text + text, begun.reasoning + reasoning, calls)])[0]
+    parts = AnswerParts(**joined_parts([begun, *answer]))
+    return template_messages([assistant_message(parts.text, parts.reasoning, parts.tool_calls)])[0]
 
 
 def _largest_file(model: LoadedModel) -> int:

@@ -20,10 +20,11 @@ from .kv.arena import KVArena
 from .prefill import Cancelled, never, prefill
 from .sampling.logit_stage import Logits
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
+from .sampling.sampler import Sampler
 from .sampling.token_mask import TokenConstraint
 from .speculation.rounds import DraftOrigin, OriginKind, Round, origins_of
 from .speculation.speculator import Speculator
-from .speculation.verification import NearTies, TokenSampler
+from .speculation.verification import NearTies
 
 
 class FinishReason(StrEnum):
@@ -99,7 +100,7 @@ def check_prompt_fits(prompt_ids: Sequence[int], context: int) -> None:
 def decode(
     bound: BoundGraph,
     prompt_ids: Sequence[int],
-    sampler: TokenSampler,
+    sampler: Sampler,
     limits: DecodeLimits,
     speculator: Speculator | None = None,
     near_ties: NearTies | None = None,
@@ -191,7 +192,7 @@ def begin_answer(
     bound: BoundGraph,
     prompt_ids: Sequence[int],
     answer_length: int,
-    sampler: TokenSampler,
+    sampler: Sampler,
     limits: DecodeLimits,
     constraint: TokenConstraint | None = None,
 ) -> int:
@@ -212,7 +213,7 @@ def begin_answer(
 
 def _chosen(
     logits: Logits,
-    sampler: TokenSampler,
+    sampler: Sampler,
     arena: KVArena,
     speculator: Speculator | None,
     near_ties: NearTies | None,
@@ -242,7 +243,7 @@ def _chosen(
 
 def _speculate(
     bound: BoundGraph,
-    sampler: TokenSampler,
+    sampler: Sampler,
     eos: frozenset[int],
     remaining: int,
     speculator: Speculator,

@@ -30,7 +30,7 @@ from .speculation.pool import DrafterPool
 from .speculation.replay import ReplaySampler
 from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
-from .speculation.verification import NearTies, TokenSampler
+from .speculation.verification import NearTies
 from .strategies.lossy import LossyRule, LossySampler
 from .strategies.search import SearchSampler, search_steps
 from .strategies.second_reader import ReaderSequence, SecondReader, followed
@@ -296,12 +296,10 @@ class Generation:
         if choices is None:
             bound = followed(bound, sampler.stages, self._readers)
         near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
-        token_sampler: TokenSampler = sampler
         eos = frozenset[int]() if request.options.ignore_eos else self._tokenizer.eos
         if eos and request.options.suffix is not None:
             eos |= InfillTokens.of(self._tokenizer).ends
         if request.recording is not None:
-            token_sampler = ReplaySampler(request.recording.answer, len(token_ids), sampler)
             eos = frozenset()  # a recording may hold any token, and ends where it ends
         limits = DecodeLimits(max_tokens, eos, self._cancelled, sequence.progress)
         log_softmax = LogSoftmax(request.options.logprobs or 0, vocab_size) if request.needs_logprobs else None
@@ -313,7 +311,7 @@ class Generation:
         return decode(
             bound,
             token_ids,
-            token_sampler,
+            sampler,
             limits,
             speculator,
             near_ties,
@@ -344,6 +342,9 @@ class Generation:
         if isinstance(rule := request.options.lossy, LossyRule) and request.recording is None:
             token_bytes, by_draft = self._tokenizer.token_bytes.of, self._recorder.by_draft
             return LossySampler(sampling, vocab_size, self._constraint, rule, self._speculator, token_bytes, by_draft)
+        if request.recording is not None:
+            start = len(self._sequence.token_ids)
+            return ReplaySampler(request.recording.answer, start, sampling, vocab_size, self._constraint, stages)
         if self._constraint is None or request.futures is None:
             return Sampler(sampling, vocab_size, self._constraint, stages)
         from .structure.grammar_aligned import AlignedSampler  # noqa: PLC0415 -- few answers need it

@@ -16,8 +16,8 @@ from .speculation.choice import SOURCE_NAMES
 from .speculation.rounds import Round
 from .speculation.tree import Source
 from .text.token_logprobs import TokenLogprob
-from .tools.answer_parts import AnswerParts
-from .tools.calls import ToolCall, ToolCallDelta, assistant_message, joined_calls
+from .tools.answer_parts import AnswerParts, joined_parts
+from .tools.calls import assistant_message
 
 _Record = TypeVar("_Record")
 
@@ -305,10 +305,9 @@ def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(AnswerParts):
     """A piece of an answer. Only the last one has `finish_reason` and `stats`; its text may be empty."""
 
-    text: str
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -320,42 +319,22 @@ class Chunk:
     """Number of tokens that the model has produced for the answer so far, as `Stats` counts them."""
     logprob_totals: LogprobTotals = NO_LOGPROBS
     """Sums over the log-probabilities of these tokens, if they were computed."""
-    reasoning: str = ""
-    """A piece of what the model thinks before it answers, which is not part of the text."""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-    """Pieces of calls of functions."""
-    unparsed: bool = False
-    """Whether some of the text begins like a call and is not one."""
 
     def with_parts(self, *parts: AnswerParts) -> Chunk:
         """The chunk with these parts of the answer instead of its text."""
-        return replace(
-            self,
-            text="".join(part.text for part in parts),
-            reasoning="".join(part.reasoning for part in parts),
-            tool_calls=tuple(call for part in parts for call in part.tool_calls),
-            unparsed=any(part.unparsed for part in parts),
-        )
+        return replace(self, **joined_parts(parts))
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(AnswerParts):
     """A whole answer."""
 
-    text: str
     finish_reason: FinishReason
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] = ()
     """The tokens of the text with their log-probabilities, if they were asked for."""
     alternatives: tuple[Reply, ...] = ()
     """Further answers to the prompt, if they were asked for."""
-    reasoning: str = ""
-    """What the model thought before it answered."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """The calls of functions that the model asks for."""
-    unparsed: bool = False
-    """Whether some of the text begins like a call and is not one: it is not complete, or of no function that was
-    offered."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -387,13 +366,5 @@ class Reply:
         last = chunks[-1]
         if last.finish_reason is None or last.stats is None:
             raise ValueError("the stream ended without a last chunk")
-        text = "".join(chunk.text for chunk in chunks)
-        return cls(
-            text,
-            last.finish_reason,
-            last.stats,
-            tuple(token for chunk in chunks for token in chunk.logprobs),
-            reasoning="".join(chunk.reasoning for chunk in chunks),
-            tool_calls=joined_calls(delta for chunk in chunks for delta in chunk.tool_calls),
-            unparsed=any(chunk.unparsed for chunk in chunks),
-        )
+        logprobs = tuple(token for chunk in chunks for token in chunk.logprobs)
+        return cls(finish_reason=last.finish_reason, stats=last.stats, logprobs=logprobs, **joined_parts(chunks))

@@ -47,11 +47,9 @@ def _deltas(chunk: Chunk) -> list[dict[str, Any]]:
     if chunk.text:
         deltas.append({"content": chunk.text})
     for call in chunk.tool_calls:
-        if call.name:
-            begun = {"name": call.name, "arguments": ""}
-            deltas.append({"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": begun}]})
-        if call.arguments:
-            deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
+        begun = {"name": call.name, "arguments": ""}
+        deltas.append({"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": begun}]})
+        deltas.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
     return deltas or ([{"content": ""}] if chunk.logprobs else [])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ...runtime.decode import FinishReason
 from ...runtime.result import Chunk, Reply
-from ...runtime.tools.calls import ToolCall, joined_calls
+from ...runtime.tools.calls import ToolCall
 from .generation_fields import GenerationRequest
 from .openai_objects import GenerationObjects, logprob_object, new_id
 from .request_error import ErrorCode, RequestError
@@ -66,12 +66,11 @@ class ResponseObjects(GenerationObjects):
     def pieces(self, chunk: Chunk | Reply) -> list[dict[str, Any]]:
         """The events of what a chunk adds to the answer, or of a whole one; there may be none."""
         events: list[dict[str, Any]] = []
-        calls = chunk.tool_calls if isinstance(chunk, Reply) else joined_calls(chunk.tool_calls)
         if chunk.reasoning:
             events += self._write("reasoning", chunk.reasoning)
         if chunk.text or (chunk.logprobs and not chunk.reasoning and not chunk.tool_calls):
             events += self._write("message", chunk.text, [logprob_object(token) for token in chunk.logprobs])
-        for call in calls:
+        for call in chunk.tool_calls:
             events += self._close("completed")
             events += self._call_events(call)
         return events

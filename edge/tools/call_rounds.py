@@ -13,7 +13,7 @@ from ...errors import CancelledError
 from ...runtime.result import Chunk
 from ...runtime.scheduling.request_run import Cancellation
 from ...runtime.tools.answer_parts import AnswerParts
-from ...runtime.tools.calls import ToolCallDelta, joined_calls
+from ...runtime.tools.calls import ToolCall
 from ...runtime.tools.function_tools import DECLINED, MAX_ROUNDS
 from ..conversations.conversation_table import parsed
 from ..conversations.records import CallRound, CallState, MessageState, ReasoningText, StoredCall, StoredMessage
@@ -51,7 +51,7 @@ class CallingAnswer(ABC):
         """Its calls so far."""
         self.tools: Mapping[str, ServerTool] = {}
         """The tools that are offered, by the names for the model."""
-        self.calls: list[ToolCallDelta] = []
+        self.calls: list[ToolCall] = []
         """The calls that its last text ended with."""
         self.state: MessageState | None = None
         """How its last text has ended; None while it is generated."""
@@ -135,7 +135,7 @@ class CallingAnswer(ABC):
             if self.rounds and not self.rounds[-1].decided and not self.content:
                 self._make_calls(servers)
             generate()
-            calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in joined_calls(self.calls))
+            calls = tuple(StoredCall(call.id, call.name, call.arguments) for call in self.calls)
             if not calls:
                 return
             self.set_rounds([*self.rounds, CallRound(self.content.strip(), calls)])

@@ -22,7 +22,7 @@ from .drafters.interface import Drafter, ModelDrafter
 from .drafters.jacobi import JacobiDrafter
 from .drafters.ngram import NgramDrafter, NgramTable
 from .drafters.recycling import RecycledTable, RecyclingDrafter
-from .drafters.sampled import AcceptanceEstimate, DistributionSource, ModelDistributions
+from .drafters.sampled import DistributionSource, ModelDistributions
 from .drafters.sparse_cache import LONG_CONTEXT
 from .drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from .drafters.suffix import SuffixDrafter
@@ -34,7 +34,8 @@ from .speculator import Speculator
 from .tree import Source
 
 _SpeculatorKey: TypeAlias = tuple[frozenset[Source], bool, bool, str]
-"""The drafters; whether a recorded answer is replayed; whether near ties are recomputed; the rule of a lossy answer."""
+"""The drafters; whether a recorded answer is replayed; whether near ties are recomputed; the rule of a lossy answer, or
+how draft tokens are sampled."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,6 @@ class SharedDrafting:
     thread: WorkThread | None = None
     """Where the draft model runs ahead; None to take turns with the target."""
     mixers: dict[_SpeculatorKey, Mixer] = field(default_factory=dict)
-    estimates: dict[Source, AcceptanceEstimate] = field(default_factory=dict)
-    """Acceptance of sampled draft tokens."""
     ngrams: TargetNgrams = field(default_factory=TargetNgrams)
 
 
@@ -210,14 +209,12 @@ class DrafterSet:
 
     def _sampled_speculator(self, draft_sampling: DraftSampling, sampling: SamplingParams) -> SampledSpeculator:
         if draft_sampling not in self._sampled:
-            distributions = self._distributions(draft_sampling)
-            self._sampled[draft_sampling] = SampledSpeculator(
-                distributions,
-                self._shared.cost,
-                draft_sampling,
-                trees=self._shared.trees,
-                estimate=self._shared.estimates.setdefault(distributions.source, AcceptanceEstimate()),
+            distributions, mixers = self._distributions(draft_sampling), self._shared.mixers
+            key: _SpeculatorKey = frozenset({distributions.source}), False, False, "sampled"
+            made = SampledSpeculator(
+                distributions, self._shared.cost, draft_sampling, trees=self._shared.trees, mixer=mixers.get(key)
             )
+            self._sampled[draft_sampling], mixers[key] = made, made.mixer
         speculator = self._sampled[draft_sampling]
         speculator.start_answer(sampling)
         return speculator

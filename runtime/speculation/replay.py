@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler
 from .drafters.interface import Candidate, Drafter
 from .tree import Source
-from .verification import TokenSampler
 
 
 class OracleMode(Enum):
@@ -39,8 +40,8 @@ class Recording:
         return tuple((token + 1) % vocab_size for token in self.answer)
 
 
-class ReplaySampler:
-    """Runs another sampler, then returns the recorded token of the position instead of its choice.
+class ReplaySampler(Sampler):
+    """A `Sampler` that returns the recorded token of the position instead of its choice.
 
     Every forward pass and every choice costs what it really costs, while draft tokens are accepted as they would have
     been when the answer was recorded.
@@ -48,26 +49,18 @@ class ReplaySampler:
     Args:
         answer: token ids to return.
         start: index of the first of them in the sequence: the length of the prompt.
-        sampler: the sampler to run.
+        sampler: arguments of `Sampler`.
     """
 
-    def __init__(self, answer: Sequence[int], start: int, sampler: TokenSampler) -> None:
+    def __init__(self, answer: Sequence[int], start: int, *sampler: Any) -> None:
+        super().__init__(*sampler)
         self._answer = answer
         self._start = start
-        self._sampler = sampler
 
     def choose(self, logits: Logits, position: int) -> int:
         """The recorded token at `position`."""
-        self._sampler.choose(logits, position)
+        super().choose(logits, position)
         return self._answer[position - self._start]
-
-    def observe_prompt(self, tokens: Sequence[int]) -> None:
-        """Add tokens of the prompt to the other sampler's sequence."""
-        self._sampler.observe_prompt(tokens)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the other sampler's sequence."""
-        self._sampler.observe(tokens)
 
 
 class OracleDrafter(Drafter):

@@ -17,6 +17,7 @@ more than SpecTr's k-SEQ (docs/log.md).
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from heapq import heappop, heappush
 from typing import Final
 
 import numpy as np
@@ -26,23 +27,39 @@ from ..sampling.logit_stage import Logits
 from ..sampling.sampler import Sampler, SamplingParams, uniform_at
 from ..sampling.token_mask import TokenConstraint
 from .choice import DraftSampling
-from .drafters.sampled import AcceptanceEstimate, DistributionSource, SampledDraft, SampledDrafter
+from .drafters.interface import Path
+from .drafters.sampled import DistributionSource, SampledDraft, sample_children
 from .growth import TokenPrices
+from .learned_rates import Backoff, Mixer, Prediction
 from .pass_cost import PassCost
 from .rounds import Round
 from .speculator import Speculator
-from .verification import TokenSampler, VerifyResult, walk_tree
+from .tree import Source, Tree
+from .verification import VerifyResult, walk_tree
+
+_BINS: Final = 10
+_CONFIDENCES: Final = [(index + 0.5) / _BINS for index in range(_BINS)]
+_PRIOR: Final = (*(0.3 + 0.65 * each for each in _CONFIDENCES), *(0.15 + 0.3 * each for each in _CONFIDENCES))
+"""Prior acceptance rates by the largest probability of a distribution, of first children and of all others. Even flat
+distributions overlap; a second child meets what the first one has left of the target's distribution."""
+_MAX_CHILDREN: Final = 4
+_FIRST_WAIT: Final = 16
+_MAX_WAIT: Final = 1024
 
 
 class SampledSpeculator(Speculator):
     """A `Speculator` whose only drafter samples from distributions.
+
+    The number of children of a node is decided before they are sampled, which keeps verification exact; and as in any
+    draft, only while another token position, or another pass of the draft model, pays. Where none does, one token is
+    drafted occasionally all the same, after waits that double, because texts change.
 
     Args:
         distributions: what draft tokens are sampled from.
         cost: cost of target passes.
         draft_sampling: anything but OFF.
         trees: whether the target can verify trees.
-        estimate: what is known about the acceptance of such draft tokens; None for nothing yet.
+        mixer: what is known about the acceptance of such draft tokens; None for nothing yet.
     """
 
     def __init__(
@@ -52,34 +69,37 @@ class SampledSpeculator(Speculator):
         draft_sampling: DraftSampling,
         *,
         trees: bool,
-        estimate: AcceptanceEstimate | None = None,
+        mixer: Mixer | None = None,
     ) -> None:
-        super().__init__((), cost, trees=trees)
+        super().__init__((), cost, trees=trees, mixer=mixer or Mixer({distributions.source: _PRIOR}))
         self._distributions: Final = distributions
-        self._estimate: Final = AcceptanceEstimate() if estimate is None else estimate
         self._chain: Final = draft_sampling is DraftSampling.CHAIN or not trees
-        self._drafter = SampledDrafter(distributions, SamplingParams(), self._estimate)
         self._sampled: SampledDraft | None = None
+        self.mean_rate = 0.6
+        """Acceptance rate of first children, whatever their distribution."""
+        self.start_answer(SamplingParams())
 
     def start_answer(self, params: SamplingParams) -> None:
-        """Draft for a target that is sampled with `params`."""
-        self._drafter = SampledDrafter(self._distributions, params, self._estimate)
+        """Draft for a target that is sampled with `params`; a greedy one accepts only what matches its choice."""
+        self._distributions.start(params)
+        self._params = params
+        self._backoff = Backoff(_FIRST_WAIT, _MAX_WAIT)
+        self._backoff.start()
 
     def verify(
-        self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
+        self, draft: Round, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
         """Decide which draft tokens are accepted by comparing the target's and the drafter's distributions."""
         if self._sampled is None or len(draft.tree) == 1:
             return super().verify(draft, logits, sampler, position, ends, max_tokens)
-        assert isinstance(sampler, Sampler)  # noqa: S101  recorded answers have other drafters
         verifier = verify_block if self._chain else verify_recursive
         return verifier(self._sampled, logits, sampler, position, ends, max_tokens)
 
     def _sync_drafters(self) -> None:
         if self._synced:
-            self._drafter.append(self._token_ids[self._synced :])
+            self._distributions.append(self._token_ids[self._synced :])
         else:
-            self._drafter.reset(self._token_ids)
+            self._distributions.reset(self._token_ids)
         self._synced = len(self._token_ids)
 
     def _grow_draft(
@@ -90,18 +110,95 @@ class SampledSpeculator(Speculator):
             return super()._grow_draft(anchor, prices, max_depth, constraint)
         before = self._distributions.passes
         # The draft is verified as it was sampled: pruning by the sampled tokens would change their distribution.
-        self._sampled = sampled = self._drafter.sample(anchor, prices, max_depth, chain=self._chain)
-        expected = float(sampled.tree.path_prob.sum())
-        price = sum(prices.positions[: len(sampled.tree) - 1])
+        tree = self.sample(anchor, prices, max_depth).tree
+        expected = float(tree.path_prob.sum())
+        price = sum(prices.positions[: len(tree) - 1])
         passes = self._distributions.passes - before
         seconds = self._distributions.take_seconds_spent()
-        return Round(sampled.tree, None, None, expected, expected - 1 - price, passes, seconds)
+        return Round(tree, None, None, expected, expected - 1 - price, passes, seconds)
+
+    def sample(self, anchor: int, prices: TokenPrices, max_depth: int) -> SampledDraft:
+        """Sample a draft behind the sequence; the anchor alone if nothing pays. Arguments as for `TreeGrowth.grow`."""
+        tokens, parents, path_probs = [anchor], [-1], [1.0]
+        paths: list[Path] = [()]
+        distributions: dict[int, Distribution] = {}
+        heap = [(-1.0, 0)] if max_depth else []
+        position = self._params.first_position + len(self._token_ids)
+        trying = self._backoff.left == 0
+        if trying:
+            self._backoff.start()
+        else:
+            self._backoff.left -= 1
+        while heap:
+            node = heappop(heap)[1]
+            left = len(prices.positions) - len(tokens)
+            if left < 1:
+                break
+            cost = prices.positions[len(tokens) - 1] + prices.second * self._distributions.seconds(paths[node])
+            pays = path_probs[node] * self.mean_rate > cost
+            if not pays and not (trying and node == 0):
+                continue
+            distribution = self._distributions.distribution(paths[node])
+            if distribution is None:
+                continue
+            chances = self._children(distribution, path_probs[node], prices.positions[len(tokens) - 1 :])
+            if trying and not chances:
+                chances = [self.prediction(distribution, 0).probability]
+            sampled = sample_children(distribution, min(len(chances), left), self._params.seed, position, node)
+            if sampled:
+                distributions[node] = distribution
+            for token, chance in zip(sampled, chances, strict=False):
+                if len(paths[node]) + 1 < max_depth:
+                    heappush(heap, (-chance, len(tokens)))
+                tokens.append(token)
+                parents.append(node)
+                path_probs.append(chance)
+                paths.append((*paths[node], token))
+        if len(tokens) > 1 and not trying:
+            self._backoff.reset()
+            self._backoff.start()
+        sources = [Source.ANCHOR, *[self._distributions.source] * (len(tokens) - 1)]
+        self._sampled = SampledDraft(Tree.of(tokens, parents, path_probs, sources), distributions)
+        return self._sampled
+
+    def prediction(self, distribution: Distribution, rank: int) -> Prediction:
+        """How probable it is that child number `rank` of a distribution is accepted if those before it are not.
+
+        That is learned by the largest probability of the distribution.
+        """
+        confidence = min(int(distribution.probs.max() * _BINS), _BINS - 1)
+        return self.mixer.predict(((self._distributions.source, confidence + (_BINS if rank else 0)),))
+
+    def _children(self, distribution: Distribution, path_prob: float, prices: Sequence[float]) -> list[float]:
+        """Path probabilities of as many children of a node as pay for their positions, before they are sampled."""
+        chances: list[float] = []
+        rejected = 1.0
+        for rank, price in zip(range(1 if self._chain else _MAX_CHILDREN), prices, strict=False):
+            rate = self.prediction(distribution, rank).probability
+            if path_prob * rejected * rate <= price:
+                break
+            chances.append(path_prob * rejected * rate)
+            rejected *= 1 - rate
+        return chances
 
     def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
+        """Learn which draft tokens were accepted; children after the accepted one were not tried."""
         del draft
-        if self._sampled is not None:
-            self._drafter.learn(self._sampled, result, logits)
-            self._sampled = None
+        if self._sampled is None:
+            return
+        (tree, distributions), path = self._sampled, result.accepted_path
+        self._sampled = None
+        tokens = tuple(tree.token_ids[node] for node in path[1:])
+        for depth, (node, accepted) in enumerate(zip(path, [*path[1:], None], strict=True)):
+            self._distributions.learn(tokens[:depth], logits[node])
+            if node not in distributions:
+                continue
+            for rank, child in enumerate(np.flatnonzero(tree.parents == node).tolist()):
+                self.mixer.learn(self.prediction(distributions[node], rank), child == accepted)
+                if rank == 0:
+                    self.mean_rate += ((child == accepted) - self.mean_rate) * 0.02
+                if child == accepted:
+                    break
 
 
 def verify_block(

@@ -12,6 +12,7 @@ from typing import Final
 
 from ..graph.bound_graph import ALONE
 from ..sampling.logit_stage import Logits
+from ..sampling.sampler import Sampler
 from ..sampling.token_mask import TokenConstraint
 from .draft_ahead import NOTHING_AHEAD, DraftAhead
 from .drafters.interface import Drafter, ModelDrafter
@@ -20,7 +21,7 @@ from .learned_rates import DraftingBalance, Mixer
 from .pass_cost import PassCost
 from .rounds import Round
 from .tree import Tree
-from .verification import TokenSampler, VerifyResult, verify_tree
+from .verification import VerifyResult, verify_tree
 
 MAX_DRAFT_WIDTH: Final = 16
 """Maximum width of a verification pass; bounds the logits held and the tree that is grown before pruning."""
@@ -201,7 +202,7 @@ class Speculator:
         return draft
 
     def verify(
-        self, draft: Round, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
+        self, draft: Round, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
     ) -> VerifyResult:
         """Decide which draft tokens are accepted; arguments as for `verify_tree`."""
         return verify_tree(draft.tree, logits, sampler, position, ends, max_tokens)

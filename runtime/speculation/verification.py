@@ -15,26 +15,13 @@ slot that equals plain decoding's is run again, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ..graph.bound_graph import BoundGraph
 from ..prefill import Cancelled, prefill
 from ..sampling.logit_stage import Logits
 from ..sampling.sampler import Sampler
 from .tree import Tree
-
-
-class TokenSampler(Protocol):
-    """Chooses the tokens of one sequence: `Sampler`, or the `ReplaySampler` of benchmarks."""
-
-    def choose(self, logits: Logits, position: int, /) -> int:
-        """Choose the token at `position`, its index in the sequence, from float32 logits `[V]`."""
-
-    def observe_prompt(self, tokens: Sequence[int], /) -> None:
-        """Add tokens of the prompt to the sequence; the repetition penalty depends on them."""
-
-    def observe(self, tokens: Sequence[int], /) -> None:
-        """Add tokens of the answer to the sequence; penalties depend on them."""
 
 
 class VerifyResult(NamedTuple):
@@ -51,7 +38,7 @@ class VerifyResult(NamedTuple):
 
 
 def verify_tree(
-    tree: Tree, logits: Logits, sampler: TokenSampler, position: int, ends: Container[int], max_tokens: int
+    tree: Tree, logits: Logits, sampler: Sampler, position: int, ends: Container[int], max_tokens: int
 ) -> VerifyResult:
     """Accept the draft tokens that `sampler` chooses: exact match if it is greedy, otherwise sample-then-match.
 
@@ -73,7 +60,7 @@ def verify_tree(
 def walk_tree(
     tree: Tree,
     choose: Callable[[int, int], int],
-    sampler: TokenSampler,
+    sampler: Sampler,
     position: int,
     ends: Container[int],
     max_tokens: int,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
-from .calls import ToolCall, ToolCallDelta, new_call_id
+from .calls import ToolCall, new_call_id
 
 AUTO: Final = "auto"
 """The format that the chat template is made for."""
@@ -18,13 +18,26 @@ NONE: Final = "none"
 
 @dataclass(frozen=True)
 class AnswerParts:
-    """What a piece of an answer adds to its parts."""
+    """The parts of an answer, or what a piece of it adds to them."""
 
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-    unparsed: bool = False
-    """Whether some of the text began like a call and is not one."""
+    text: str
+    reasoning: str = field(default="", kw_only=True)
+    """What the model thinks before it answers, which is not part of the text."""
+    tool_calls: tuple[ToolCall, ...] = field(default=(), kw_only=True)
+    """The calls of functions that the model asks for."""
+    unparsed: bool = field(default=False, kw_only=True)
+    """Whether some of the text begins like a call and is not one: it is not complete, or of no function that was
+    offered."""
+
+
+def joined_parts(pieces: Sequence[AnswerParts]) -> dict[str, Any]:
+    """The fields of `AnswerParts` for all of an answer, given its pieces."""
+    return {
+        "text": "".join(each.text for each in pieces),
+        "reasoning": "".join(each.reasoning for each in pieces),
+        "tool_calls": tuple(call for each in pieces for call in each.tool_calls),
+        "unparsed": any(each.unparsed for each in pieces),
+    }
 
 
 class AnswerParser(ABC):
@@ -42,7 +55,7 @@ class AnswerParser(ABC):
         self._reading = self._read()
         self._text = self._reasoning = ""
         """What the latest piece adds to the text that users see, and to the reasoning."""
-        self._calls: list[ToolCallDelta] = []
+        self._calls: list[ToolCall] = []
         self._unparsed = False
         """Whether some of the text began like a call and is not one."""
         self._most_calls = math.inf if max_calls is None else max_calls
@@ -53,7 +66,9 @@ class AnswerParser(ABC):
         """Read a piece of the answer."""
         self._held += text
         next(self._reading, None)
-        parts = AnswerParts(self._text, self._reasoning, tuple(self._calls), self._unparsed)
+        parts = AnswerParts(
+            self._text, reasoning=self._reasoning, tool_calls=tuple(self._calls), unparsed=self._unparsed
+        )
         self._text, self._reasoning, self._calls, self._unparsed = "", "", [], False
         return parts
 
@@ -70,7 +85,7 @@ class AnswerParser(ABC):
         """Add whole calls, as many as there may be; those without an identifier get one."""
         for call in calls:
             if self._count < self._most_calls:
-                self._calls.append(ToolCallDelta(self._count, call.id or new_call_id(), call.name, call.arguments))
+                self._calls.append(replace(call, id=call.id or new_call_id(), index=self._count))
                 self._count += 1
 
 

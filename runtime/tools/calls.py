@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...errors import InputError
@@ -26,15 +26,13 @@ class ToolCall:
     name: str
     """Name of the function: one of those that were offered."""
     arguments: str
-    """The arguments: a JSON object as text. Only an answer that was cut off may end inside of it."""
+    """The arguments: a JSON object as text."""
+    index: int = field(default=0, compare=False)
+    """Its place among the calls of the answer."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments by name.
-
-        Raises:
-            ValueError: the answer was cut off inside of them.
-        """
+        """The arguments by name."""
         values: dict[str, Any] = json.loads(self.arguments)
         return values
 
@@ -42,27 +40,6 @@ class ToolCall:
     def message(self) -> dict[str, Any]:
         """The call as a message of an assistant has it in its `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """A piece of a call. The first one of each call has its identifier and name; the arguments of all are joined."""
-
-    index: int
-    """Which call of the answer it belongs to."""
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """The calls that pieces, in their order, are of."""
-    pieces: dict[int, list[ToolCallDelta]] = {}
-    for delta in deltas:
-        pieces.setdefault(delta.index, []).append(delta)
-    return tuple(
-        ToolCall(of[0].id, of[0].name, "".join(each.arguments for each in of)) for _, of in sorted(pieces.items())
-    )
 
 
 def assistant_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from edgerun.runtime.text.chat_template import ChatTemplate
 from edgerun.runtime.tools.answer_parser import answer_parser
-from edgerun.runtime.tools.answer_parts import AnswerParser, AnswerParts, reasoning_tags
-from edgerun.runtime.tools.calls import OfferedTools, joined_calls
+from edgerun.runtime.tools.answer_parts import AnswerParser, AnswerParts, joined_parts, reasoning_tags
+from edgerun.runtime.tools.calls import OfferedTools
 from edgerun.runtime.tools.formats import choose_format
 from support.shared_data import data_path
 
@@ -137,19 +137,15 @@ class Family:
 
 def parsed(parser: AnswerParser, pieces: Iterable[str]) -> Answer:
     """What a parser reads of the pieces of an answer."""
-    return joined_parts([*map(parser.push, pieces), parser.finish()])
+    return answer_of([*map(parser.push, pieces), parser.finish()])
 
 
-def joined_parts(parts: Sequence[AnswerParts]) -> Answer:
+def answer_of(pieces: Sequence[AnswerParts]) -> Answer:
     """The parts of an answer."""
-    calls = joined_calls(delta for part in parts for delta in part.tool_calls)
-    assert len({call.id for call in calls}) == len(calls)
-    return Answer(
-        "".join(part.text for part in parts),
-        "".join(part.reasoning for part in parts),
-        tuple((call.name, call.values) for call in calls),
-        any(part.unparsed for part in parts),
-    )
+    parts = AnswerParts(**joined_parts(pieces))
+    assert [call.index for call in parts.tool_calls] == list(range(len({call.id for call in parts.tool_calls})))
+    calls = tuple((call.name, call.values) for call in parts.tool_calls)
+    return Answer(parts.text, parts.reasoning, calls, parts.unparsed)
 
 
 _PARTS: Final = (

@@ -11,7 +11,7 @@ import msgspec
 from ....runtime.engine import Engine
 from ....runtime.result import Chunk, Reply, Stats
 from ....runtime.scheduling.request_run import Cancellation
-from ....runtime.tools.calls import ToolCall, assistant_message, joined_calls
+from ....runtime.tools.calls import ToolCall, assistant_message
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit
 from ...service.message_fields import FlatJsonSchemaFormat, base64_image, checked_messages, function_tools
@@ -217,7 +217,7 @@ class MessageObjects(GenerationObjects):
             yield from self._written(_THINKING, chunk.reasoning)
         if chunk.text:
             yield from self._written(_TEXT, chunk.text)
-        for call in joined_calls(chunk.tool_calls):
+        for call in chunk.tool_calls:
             yield from self._written(_tool_use(call, {}), call.arguments)
 
     def _written(self, block: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from ....models.json_file import shown
 from ....runtime.encoders.encoder import AnyModel
 from ....runtime.result import Chunk, Reply
 from ....runtime.scheduling.request_run import Cancellation
-from ....runtime.tools.calls import ToolCall, joined_calls
+from ....runtime.tools.calls import ToolCall
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, KeepAlive, RequestFields, keep_seconds
 from ...service.message_fields import FunctionTool, JsonObjectFormat, base64_image, checked_messages, tool_mappings
@@ -143,9 +143,8 @@ class AnswerLines(GenerationObjects):
 
     def pieces(self, chunk: Chunk) -> list[dict[str, Any]]:
         """The line of what a chunk adds to the answer."""
-        calls = joined_calls(chunk.tool_calls)
-        wanted = chunk.text or chunk.reasoning or calls
-        return [{**self._answer(chunk.text, chunk.reasoning, calls), "done": False}] if wanted else []
+        wanted = chunk.text or chunk.reasoning or chunk.tool_calls
+        return [{**self._answer(chunk.text, chunk.reasoning, chunk.tool_calls), "done": False}] if wanted else []
 
     def whole(self, *replies: Reply) -> dict[str, Any]:
         """The object of the whole answer; without a prompt, that the model was loaded or unloaded."""

@@ -10,7 +10,7 @@ from edgerun.runtime.sampling.logit_stage import Logits
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.replay import ReplaySampler
 from edgerun.runtime.speculation.tree import Source, Tree
-from edgerun.runtime.speculation.verification import TokenSampler, VerifyResult, verify_tree
+from edgerun.runtime.speculation.verification import VerifyResult, verify_tree
 from support.adversarial_drafters import chain_tree
 from support.nightly import examples
 
@@ -35,12 +35,12 @@ def tree_logits(model: Model, text: Sequence[int], tree: Tree) -> Logits:
     return np.stack([model([*text, *tree.tokens[list(tree.path_to(node))].tolist()]) for node in range(len(tree))])
 
 
-def started(sampler: TokenSampler, text: Sequence[int]) -> TokenSampler:
+def started(sampler: Sampler, text: Sequence[int]) -> Sampler:
     sampler.observe(list(text))
     return sampler
 
 
-def plain(model: Model, sampler: TokenSampler, text: Sequence[int], count: int) -> list[int]:
+def plain(model: Model, sampler: Sampler, text: Sequence[int], count: int) -> list[int]:
     """The next `count` tokens one by one."""
     chosen: list[int] = []
     for _ in range(count):
@@ -127,7 +127,7 @@ def test_only_logits_on_the_accepted_path_are_read() -> None:
 
 
 def test_a_replay_sampler_gives_the_recorded_answer() -> None:
-    replay = ReplaySampler([3, 1, 2], 5, Sampler(SamplingParams(repeat_penalty=2.0), 4))
+    replay = ReplaySampler([3, 1, 2], 5, SamplingParams(repeat_penalty=2.0), 4)
     assert verify_tree(chain(0, [3, 1, 0]), np.zeros((4, 4), np.float32), replay, 5, NOBODY, 3) == VerifyResult(
         (0, 1, 2), 2
     )

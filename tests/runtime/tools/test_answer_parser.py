@@ -19,7 +19,7 @@ from edgerun.runtime.text.detokenizer import StreamDecoder
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from edgerun.runtime.tools.answer_format import AnswerFormat
 from support.shared_data import saved_tokenizer
-from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Answer, joined_parts, parsed
+from support.tool_answers import ANSWERS, FAMILIES, TOOLS, Answer, answer_of, parsed
 
 NAMES = {tool["function"]["name"] for tool in TOOLS}
 
@@ -312,4 +312,4 @@ def test_answers_are_recovered_from_their_tokens(family: str, tmp_path: Path) ->
             parts.append(parser.push(decoder.push(ids[:count])))
             ids = ids[count:]
         parts += [parser.push(decoder.flush()), parser.finish()]
-        assert joined_parts(parts) == Answer(expected.text, expected.reasoning, expected.calls, unparsed=False), text
+        assert answer_of(parts) == Answer(expected.text, expected.reasoning, expected.calls, unparsed=False), text

@@ -16,15 +16,11 @@ from edgerun.runtime.sampling.distribution import Distribution
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.speculation.choice import DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
-from edgerun.runtime.speculation.drafters.sampled import (
-    AcceptanceEstimate,
-    ModelDistributions,
-    SampledDrafter,
-    sample_children,
-)
+from edgerun.runtime.speculation.drafters.sampled import ModelDistributions, sample_children
 from edgerun.runtime.speculation.drafters.stochastic_ngram import NgramDistributions, TargetNgrams
 from edgerun.runtime.speculation.growth import TokenPrices
 from edgerun.runtime.speculation.pass_cost import PassCost
+from edgerun.runtime.speculation.rounds import Round
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.tree import Source
 from edgerun.runtime.speculation.verification import VerifyResult
@@ -60,6 +56,15 @@ def model_of(graph: GraphSession, target_vocab: int = V, target_ids=None) -> Dra
     return DraftModel(bound, PassCost({0: {1: 0.001, 2: 0.0015}}), target_vocab, target_ids)
 
 
+def drafting(model: DraftModel, text: list[int], params: SamplingParams = SAMPLED, *, chain: bool) -> SampledSpeculator:
+    sampling = DraftSampling.CHAIN if chain else DraftSampling.TREE
+    speculator = SampledSpeculator(ModelDistributions(model), FixedCost(NEARLY_FREE), sampling, trees=True)
+    speculator.start_answer(params)
+    speculator.reset(text)
+    speculator._sync_drafters()
+    return speculator
+
+
 def plain_distribution(graph: GraphSession, text: list[int], params: SamplingParams, head: int = V) -> Distribution:
     bound = graph.bind(graph.arena(64))
     sampler = Sampler(params, head)
@@ -71,13 +76,13 @@ def plain_distribution(graph: GraphSession, text: list[int], params: SamplingPar
 def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
     graphs: tuple[GraphSession, GraphSession], model: DraftModel, chain: bool, left_out: int
 ) -> None:
-    drafter = SampledDrafter(ModelDistributions(model), replace(SAMPLED, first_position=left_out))
     text = [7, 12, 5]
-    drafter.reset(text)
+    speculator = drafting(model, text, replace(SAMPLED, first_position=left_out), chain=chain)
     for new in ([3], [3, 9, 14], []):
-        drafter.append(new)
+        speculator._token_ids += new
+        speculator._sync_drafters()
         text = [*text, *new]
-        draft = drafter.sample(text[-1], FREE, 4, chain=chain)
+        draft = speculator.sample(text[-1], FREE, 4)
         tree = draft.tree
         assert tree.is_chain == chain
         assert len(tree) == (5 if chain else 7)
@@ -96,41 +101,36 @@ def test_draft_tokens_are_sampled_from_the_distributions_on_their_own_paths(
 def test_the_number_of_children_does_not_depend_on_the_sampled_tokens(model: DraftModel) -> None:
     counts = set()
     for seed in range(20):
-        drafter = SampledDrafter(ModelDistributions(model), replace(SAMPLED, seed=seed))
-        drafter.reset([7, 12, 5])
-        tree = drafter.sample(5, TokenPrices((0.05,) * 9, 0.0), 4, chain=False).tree
+        speculator = drafting(model, [7, 12, 5], replace(SAMPLED, seed=seed), chain=False)
+        tree = speculator.sample(5, TokenPrices((0.05,) * 9, 0.0), 4).tree
         counts.add(int((tree.parents == 0).sum()))
     assert len(counts) == 1
 
 
 def test_nothing_is_sampled_or_run_that_does_not_pay(model: DraftModel) -> None:
-    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
-    drafter.reset([7, 12, 5])
+    speculator = drafting(model, [7, 12, 5], chain=True)
     for prices, max_depth in (
         (TokenPrices((1.0,) * 9, 0.0), 4),
         (TokenPrices((0.0,) * 9, 1e6), 4),
         (FREE, 0),
         (TokenPrices((), 0.0), 4),
     ):
-        draft = drafter.sample(5, prices, max_depth, chain=True)
+        draft = speculator.sample(5, prices, max_depth)
         assert (len(draft.tree), draft.distributions) == (1, {})
     assert model.passes == 0
-    assert len(drafter.sample(5, TokenPrices((0.3,) * 9, 0.0), 8, chain=True).tree) < 9
+    assert len(speculator.sample(5, TokenPrices((0.3,) * 9, 0.0), 8).tree) < 9
 
 
 def test_drafting_that_never_pays_is_tried_with_doubling_waits(model: DraftModel) -> None:
-    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
-    drafter.reset([7, 12, 5])
-    tried = [at for at in range(200) if len(drafter.sample(5, TokenPrices((1.0,) * 9, 1.0), 4, chain=True).tree) == 2]
+    speculator = drafting(model, [7, 12, 5], chain=True)
+    tried = [at for at in range(200) if len(speculator.sample(5, TokenPrices((1.0,) * 9, 1.0), 4).tree) == 2]
     assert tried == [16, 49, 114]
 
 
 def test_a_sequence_with_unknown_tokens_has_no_draft(graphs: tuple[GraphSession, GraphSession]) -> None:
-    drafter = SampledDrafter(ModelDistributions(model_of(graphs[1], target_vocab=20)), SAMPLED)
-    drafter.reset([7, 18])
-    assert len(drafter.sample(18, FREE, 4, chain=False).tree) == 1
-    drafter.reset([7, 5])
-    assert len(drafter.sample(5, FREE, 4, chain=True).tree) == 5
+    model = model_of(graphs[1], target_vocab=20)
+    assert len(drafting(model, [7, 18], chain=False).sample(18, FREE, 4).tree) == 1
+    assert len(drafting(model, [7, 5], chain=True).sample(5, FREE, 4).tree) == 5
 
 
 def test_distributions_of_a_head_with_other_ids_are_in_target_ids(
@@ -153,32 +153,35 @@ def test_distributions_of_a_head_with_other_ids_are_in_target_ids(
                 )
 
 
-def test_acceptance_is_learned() -> None:
-    estimate = AcceptanceEstimate()
-    sure, unsure = Distribution(np.arange(2), np.array([0.95, 0.05])), Distribution(np.arange(4), np.full(4, 0.25))
-    assert estimate.rate(sure, 0) > estimate.rate(unsure, 0) > estimate.rate(unsure, 1)
-    before = [estimate.rate(sure, 0), estimate.rate(unsure, 1), estimate.mean]
-    for _ in range(300):
-        estimate.learn(sure, 0, False)
-        estimate.learn(unsure, 1, True)
-    assert estimate.rate(sure, 0) < 0.1 < before[0]
-    assert estimate.rate(unsure, 1) > 0.9 > before[1]
-    assert estimate.mean < 0.01 < before[2]
-    assert estimate.rate(unsure, 0) == AcceptanceEstimate().rate(unsure, 0)
-
-
 def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -> None:
-    drafter = SampledDrafter(ModelDistributions(model), SAMPLED)
-    drafter.reset([7, 12, 5])
-    draft = drafter.sample(5, FREE, 1, chain=False)
-    first, second, third = (drafter.estimate.rate(draft.distributions[0], rank) for rank in range(3))
-    assert (draft.tree.parents == 0).sum() >= 3
-    assert second == third
-    drafter.learn(draft, VerifyResult((0, 1), 2), np.zeros((2, V), np.float32))
-    assert drafter.estimate.rate(draft.distributions[0], 0) > first
-    assert drafter.estimate.rate(draft.distributions[0], 1) == second
-    drafter.learn(draft, VerifyResult((0,), 2), np.zeros((1, V), np.float32))
-    assert drafter.estimate.rate(draft.distributions[0], 1) < second
+    speculator = drafting(model, [7, 12, 5], chain=False)
+    logits = np.zeros((9, V), np.float32)
+
+    def learned(path: tuple[int, ...]) -> tuple[float, ...]:
+        """What is expected of the first three children after a draft of which a path is accepted, and of any first."""
+        nonlocal distribution
+        draft = speculator.sample(5, FREE, 1)
+        assert (draft.tree.parents == 0).sum() >= 3
+        distribution = draft.distributions[0]
+        speculator._learn(Round(draft.tree), VerifyResult(path, 2), logits)
+        return (*(speculator.prediction(distribution, rank).probability for rank in range(3)), speculator.mean_rate)
+
+    distribution = Distribution(np.arange(2), np.full(2, 0.5))
+    speculator.sample(5, FREE, 0)
+    first, second, third, mean = learned((0, 1))
+    assert (second, third, mean) == (second, second, pytest.approx(0.608))
+    accepted, *others, mean = learned((0, 1))
+    assert (accepted > first, others, mean > 0.608) == (True, [second, third], True)
+    for _ in range(300):
+        rejected, *others, mean = learned((0,))
+    assert rejected < 0.1 < accepted
+    assert others[0] == others[1] < second
+    assert mean < 0.01
+    for _ in range(300):
+        *_, later, _ = learned((0, 2))
+    assert later > 0.9
+    flat = Distribution(np.arange(9), np.full(9, 1 / 9))  # of another class
+    assert speculator.prediction(flat, 0).probability == pytest.approx(0.3 + 0.65 * 0.15)
 
 
 @cache

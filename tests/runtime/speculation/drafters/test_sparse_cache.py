@@ -196,8 +196,8 @@ def speed(target: GraphSession, monkeypatch: pytest.MonkeyPatch, answer: list[in
     model, spent = new(), [0.0]
     cost = FixedCost({128: {1: PLAIN_S, 2: 1.3 * PLAIN_S, 16: 5 * PLAIN_S}})
     bound, prompt = target.bind(target.arena(CONTEXT)), [21, 22, 23] * 10
-    own = Sampler(SamplingParams(), target.graph_io.vocab_size)
-    sampler = own if answer is None else ReplaySampler(answer, len(prompt), own)
+    own = SamplingParams(), target.graph_io.vocab_size
+    sampler = Sampler(*own) if answer is None else ReplaySampler(answer, len(prompt), *own)
     model.attach(bound.arena)
     steps = decode(bound, prompt, sampler, DecodeLimits(400), Speculator((), cost, model=model))
     tokens, seconds = len(next(steps).tokens), 0.0
