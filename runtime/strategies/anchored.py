@@ -132,11 +132,13 @@ def _mixed(own: Weights, anchor: Weights, share: float) -> tuple[Weights, float]
     return mixture, float(np.exp(mixture) @ (mixture - anchor))
 
 
-class AnchorModel:
-    """A loaded anchor.
+def anchor_sequences(
+    name: str | os.PathLike[str] | None, config: SessionConfig, target: DraftTarget, progress: Progress
+) -> NewSequence | None:
+    """Load an anchor; returns what makes sequences of it, with what earlier ones have of the prompt.
 
     Args:
-        name: the model, as `load` finds it.
+        name: the model, as `load` finds it; None for none.
         config: how the model runs that it anchors.
         target: that model.
         progress: receives the progress of reading long prompts.
@@ -145,37 +147,27 @@ class AnchorModel:
         BundleError: the anchor is missing or damaged, has other tokens or a shorter context, or cannot verify the
             drafts of the model.
     """
+    if name is None:
+        return None
+    bundle, anchored = open_bundle(find_model(name)), target.bundle.folder
+    if difference := vocabulary_difference(anchored, bundle.folder):
+        what = f"the anchor {bundle.folder} has another vocabulary than {anchored}: {difference}"
+        raise BundleError(what, "give an anchor with the same tokens")
+    if (most := bundle.context or target.context) < target.context:
+        what = f"the anchor {bundle.folder} has a context of {most} tokens, and {anchored} has {target.context}"
+        raise BundleError(what, f"add --context {most}")
+    graph = open_graph(bundle, replace(config, kv_scales=None), cache=target.cache)
+    if target.graph_io.supports_trees and not graph.graph_io.supports_trees:
+        what = f"the anchor {bundle.folder} takes no tree mask, and {anchored} does"
+        raise BundleError(what, "export the anchor with edge-run")
 
-    def __init__(
-        self, name: str | os.PathLike[str], config: SessionConfig, target: DraftTarget, progress: Progress
-    ) -> None:
-        bundle, anchored = open_bundle(find_model(name)), target.bundle.folder
-        if difference := vocabulary_difference(anchored, bundle.folder):
-            what = f"the anchor {bundle.folder} has another vocabulary than {anchored}: {difference}"
-            raise BundleError(what, "give an anchor with the same tokens")
-        if (most := bundle.context or target.context) < target.context:
-            what = f"the anchor {bundle.folder} has a context of {most} tokens, and {anchored} has {target.context}"
-            raise BundleError(what, f"add --context {most}")
-        self._graph: Final = open_graph(bundle, replace(config, kv_scales=None), cache=target.cache)
-        if target.graph_io.supports_trees and not self._graph.graph_io.supports_trees:
-            what = f"the anchor {bundle.folder} takes no tree mask, and {anchored} does"
-            raise BundleError(what, "export the anchor with edge-run")
-        self._context: Final = target.context
-        self._progress: Final = progress
-        prefixes = target.prefixes or PrefixCache(self._new_arena, 0)
-        self._prefixes: Final = prefixes.beside(self._new_arena)
+    def new_arena() -> KVArena:
+        return graph.arena(target.context)
 
-    def sequence(self, prompt_ids: Sequence[int], options: GenerateOptions) -> CachedSequence:
-        """A new sequence with what earlier ones have of the prompt."""
-        arena = self._prefixes.take(() if options.exact else prompt_ids)
-        return CachedSequence(self._graph.bind(arena), [*prompt_ids[: arena.length]], self._progress, self._prefixes)
+    prefixes = (target.prefixes or PrefixCache(new_arena, 0)).beside(new_arena)
 
-    def _new_arena(self) -> KVArena:
-        return self._graph.arena(self._context)
+    def sequence(prompt_ids: Sequence[int], options: GenerateOptions) -> CachedSequence:
+        arena = prefixes.take(() if options.exact else prompt_ids)
+        return CachedSequence(graph.bind(arena), [*prompt_ids[: arena.length]], progress, prefixes)
 
-
-def anchor_sequences(
-    name: str | os.PathLike[str] | None, config: SessionConfig, target: DraftTarget, progress: Progress
-) -> NewSequence | None:
-    """What makes sequences of the anchor; None where none is named. Arguments and errors are those of `AnchorModel`."""
-    return None if name is None else AnchorModel(name, config, target, progress).sequence
+    return sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +25,9 @@ if TYPE_CHECKING:
     from ..text.tokenizer import TextTokenizer
 
 
-class Beam(NamedTuple):
-    """A continuation that a group follows, and its score: the sum of its log-probabilities, after penalties."""
-
-    path: Continuation
-    score: float
-    node: int = 0
-    """The node of the forest that it continues."""
-
-
 class Group:
-    """The beams of a group, and those that have ended, with the score that counts for the choice; the best first.
+    """The beams of a group, whose scores are log-probabilities after penalties, and those that have ended, whose scores
+    count for the choice; the best first.
 
     Args:
         size: number of beams of the group.
@@ -44,8 +36,8 @@ class Group:
     """
 
     def __init__(self, size: int, width: int, length_penalty: float) -> None:
-        self.running = [Beam(Continuation(), 0.0)]
-        self.ended: list[Beam] = []
+        self.running = [Continuation()]
+        self.ended: list[Continuation] = []
         self.chosen: list[int] = []
         """The tokens of the last step, without those that end a text."""
         self._size: Final = size
@@ -67,21 +59,20 @@ class Group:
         beams, self.running, self.chosen = self.running, [], []
         for rank, at in enumerate(found[flat[found] > -np.inf].tolist()):
             index, token = divmod(at, vocab_size)
-            path = run.extended(beams[index].path, token, logits[index], self._width)
+            path = run.extended(beams[index], token, logits[index], self._width)._replace(score=float(flat[at]))
             if path.finish is not FinishReason.STOP and len(self.chosen) < self._size:
                 self.chosen.append(token)
             if path.finish is None and len(self.running) < self._size:
-                self.running.append(Beam(path, float(flat[at]), beams[index].node))
+                self.running.append(path)
             elif path.finish is not None and rank < self._size:
-                self.ended.append(Beam(path, self._normalized(float(flat[at]), len(path.tokens))))
+                self.ended.append(path._replace(score=self._normalized(path)))
         self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._size]
-        if len(self.ended) == self._size and self.running:
-            best = self.running[0]
-            if self._normalized(best.score, len(best.path.tokens)) <= self.ended[-1].score:
-                self.running = []
+        full = len(self.ended) == self._size and self.running
+        if full and self._normalized(self.running[0]) <= self.ended[-1].score:
+            self.running = []
 
-    def _normalized(self, score: float, length: int) -> float:
-        return score / math.pow(length, self._length_penalty)
+    def _normalized(self, path: Continuation) -> float:
+        return path.score / math.pow(len(path.tokens), self._length_penalty)
 
 
 class BeamSearch(RankingSearch):
@@ -103,9 +94,8 @@ class BeamSearch(RankingSearch):
             nodes = count(forest.size)
             for group in groups:
                 group.running = [beam._replace(node=next(nodes)) for beam in group.running]
-            self._advance(run, forest.extend(parents, [beam.path.tokens[-1] for beam in running]))
-        ended = sorted((beam for group in groups for beam in group.ended), key=lambda beam: -beam.score)
-        return [beam.path for beam in ended]
+            self._advance(run, forest.extend(parents, [beam.tokens[-1] for beam in running]))
+        return sorted((beam for group in groups for beam in group.ended), key=lambda beam: -beam.score)
 
     def _advance(self, run: SearchRun, logits: npt.NDArray[np.float32]) -> None:
         """Let every group choose, by the logits float32 `[k, V]` after the running beams of all groups."""
@@ -118,7 +108,7 @@ class BeamSearch(RankingSearch):
             first += len(own)
             totals = np.array(
                 [
-                    beam.score + run.scores(beam.path.tokens, row).astype(np.float64)
+                    beam.score + run.scores(beam.tokens, row).astype(np.float64)
                     for beam, row in zip(group.running, own, strict=True)
                 ]
             )

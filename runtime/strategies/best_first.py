@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ...errors import ContextError, InputError
 from ..decode import FinishReason
@@ -29,18 +29,9 @@ _WIDTH: Final = 8
 """Most beginnings that a pass continues: the best ones, up to the first whole answer."""
 Places: TypeAlias = Sequence[int]
 """Indices of the tokens that may follow a beginning, which may occur in several places."""
-
-
-class Beginning(NamedTuple):
-    """A beginning of an answer, or a whole one, in the order of the queue."""
-
-    negative: float
-    """Negative log-probability of its tokens."""
-    number: int
-    path: Continuation = Continuation()
-    node: int = 0
-    """The node of the forest before its last token."""
-    places: Places = ()
+Beginning: TypeAlias = tuple[float, int, Continuation, Places]
+"""A beginning of an answer, or a whole one, in the order of the queue: its negative log-probability, a number that no
+other has, its tokens, whose node is the one before the last of them, and what follows."""
 
 
 class BestFirst(RankingSearch):
@@ -71,30 +62,30 @@ class BestFirst(RankingSearch):
         """
         found: list[Continuation] = []
         queue, forest = self._queue, run.forest
-        self._push(run, Beginning(0.0, 0), 0, run.logits, self._starts)
+        self._push(run, Continuation(), 0, run.logits, self._starts)
         while queue and len(found) < self.wanted:
-            opened: list[Beginning] = []
-            while queue and len(opened) < _WIDTH and queue[0].path.finish is None:
-                opened.append(heappop(queue))
+            opened: list[tuple[Continuation, Places]] = []
+            while queue and len(opened) < _WIDTH and queue[0][2].finish is None:
+                opened.append(heappop(queue)[2:])
             if not opened:
-                found.append(heappop(queue).path)
+                found.append(heappop(queue)[2])
                 continue
             first = forest.size
             if forest.room < len(opened):
                 raise ContextError(f"the search fills the context with {first} tokens", "give a longer --context")
-            rows = forest.extend([each.node for each in opened], [each.path.tokens[-1] for each in opened])
-            for node, (beginning, row) in enumerate(zip(opened, rows, strict=True), first):
+            rows = forest.extend([path.node for path, _ in opened], [path.tokens[-1] for path, _ in opened])
+            for node, ((path, places), row) in enumerate(zip(opened, rows, strict=True), first):
                 following: defaultdict[int, list[int]] = defaultdict(list)
-                for place in beginning.places:
+                for place in places:
                     following[self._tokens[place]].append(place + 1)
-                self._push(run, beginning, node, row, following)
+                self._push(run, path, node, row, following)
         return found
 
     def _push(
-        self, run: SearchRun, beginning: Beginning, node: int, logits: Logits, following: Mapping[int, Places]
+        self, run: SearchRun, path: Continuation, node: int, logits: Logits, following: Mapping[int, Places]
     ) -> None:
         """Push what follows a beginning whose last token is a node; `logits` float32 `[V]` are those after it."""
-        logprobs, path, eos = log_probabilities(logits), beginning.path, run.limits.eos
+        logprobs, eos = log_probabilities(logits), run.limits.eos
         top = () if run.log_softmax is None else run.log_softmax.at(logits, 0).top
         longer = {token: places for token, places in following.items() if token >= 0}
         if len(path.tokens) + 1 >= run.most_tokens:
@@ -105,8 +96,9 @@ class BestFirst(RankingSearch):
             logprob = float(logprobs[token])
             listed = () if run.log_softmax is None else (PositionLogprobs(token, logprob, top),)
             finish = None if places else FinishReason.STOP
-            whole = Continuation((*path.tokens, token), finish, logprobs=(*path.logprobs, *listed))
-            heappush(self._queue, Beginning(beginning.negative - logprob, next(self._numbers), whole, node, places))
+            score, every = path.score + logprob, (*path.logprobs, *listed)
+            whole = Continuation((*path.tokens, token), finish, logprobs=every, score=score, node=node)
+            heappush(self._queue, (-score, next(self._numbers), whole, places))
 
 
 def search(options: GenerateOptions, tokenizer: TextTokenizer) -> BestFirst:

@@ -117,6 +117,10 @@ class Continuation(NamedTuple):
     """Whether it stops without an end-of-sequence token, because nothing else could follow."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """Log-probabilities at the position of each token, if they were asked for."""
+    score: float = 0.0
+    """What a search compares; the log-probability of the tokens unless it says otherwise."""
+    node: int = 0
+    """The node of the forest that it goes on from."""
 
     def step(self, passes: int) -> Step:
         """The step of an answer that has these tokens after a number of passes."""
@@ -177,8 +181,9 @@ class SearchRun:
         if finish is None and (len(path.tokens) + 1 >= self.most_tokens or self.forest.room < width):
             finish = FinishReason.LENGTH
         listed = () if self.log_softmax is None else (self.log_softmax.at(logits, token),)
-        return Continuation(
-            (*path.tokens, token), FinishReason.STOP if closed else finish, closed, (*path.logprobs, *listed)
+        finish = FinishReason.STOP if closed else finish
+        return path._replace(
+            tokens=(*path.tokens, token), finish=finish, closed=closed, logprobs=(*path.logprobs, *listed)
         )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,17 +30,6 @@ _LONGEST: Final = 32
 """Most tokens of a trial of cntp that no punctuation mark ends."""
 _AHEAD: Final = 5
 """Tokens of a look ahead of adadec, the ranked one included."""
-
-
-class Trial(NamedTuple):
-    """One of several continuations; the likeliest has the largest mean log-probability."""
-
-    number: int
-    path: Continuation = Continuation()
-    total: float = 0.0
-    """Log-probability of its tokens."""
-    node: int = 0
-    """The node of the forest that it goes on from."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +58,9 @@ class TrialSearch(Search):
             raise InputError("trials are sampled, and there is no temperature", "give one above 0, such as 0.8")
         forest, logits, passes = run.forest, run.logits, 0
         while True:
-            path, node = self._likeliest(run, logits)
+            path = self._likeliest(run, logits)
             step = path.step(forest.passes - passes)
-            forest.settle(node)  # others may copy the slots of the text from here on
+            forest.settle(path.node)  # others may copy the slots of the text from here on
             yield step
             if path.finish is not None:
                 return
@@ -81,49 +71,54 @@ class TrialSearch(Search):
             logits = forest.extend([0], path.tokens[-1:])[0].copy()
             forest.settle(1)
 
-    def _likeliest(self, run: SearchRun, logits: Logits) -> tuple[Continuation, int]:
-        """What goes on after the text, by the logits float32 `[V]` there, and the node before its last token."""
+    def _likeliest(self, run: SearchRun, logits: Logits) -> Continuation:
+        """What goes on after the text, by the logits float32 `[V]` there; its node is the one before its last token.
+
+        The likeliest trial has the largest mean log-probability.
+        """
         logprobs = log_probabilities(logits)
         possible = logprobs[logprobs > -np.inf]
         trials = self.count if -float(np.dot(np.exp(possible), possible)) > self.entropy else 1
-        live, rows = [Trial(number) for number in range(trials)], np.array([logits] * trials)
-        ended: list[Trial] = []
+        live, rows = {number: Continuation() for number in range(trials)}, np.array([logits] * trials)
+        ended: list[Continuation] = []
         while live:
-            longer = []
-            for trial, row in zip(live, rows, strict=True):
+            longer: dict[int, Continuation] = {}
+            for (number, path), row in zip(live.items(), rows, strict=True):
                 try:
-                    longer.append(self._longer(run, trial, row, alone=trials == 1))
+                    longer[number] = self._longer(run, number, path, row, alone=trials == 1)
                 except DeadEndError:  # of this trial alone
-                    if trial is live[-1] and not longer and not ended:
+                    if number == max(live) and not longer and not ended:
                         raise
-            ended += [each for each in longer if trials == 1 or self._is_done(each.path)]
-            live = [each for each in longer if trials > 1 and not self._is_done(each.path)]
+            ended += [each for each in longer.values() if trials == 1 or self._is_done(each)]
+            live = {number: each for number, each in longer.items() if trials > 1 and not self._is_done(each)}
             if live:
-                first = run.forest.size
-                rows = run.forest.extend([each.node for each in live], [each.path.tokens[-1] for each in live])
-                live = [each._replace(node=first + index) for index, each in enumerate(live)]
-        best = max(ended, key=lambda trial: trial.total / len(trial.path.tokens))
-        if self.sampled or len(best.path.tokens) == 1:
-            return best.path, best.node
-        return Continuation(best.path.tokens[:1], logprobs=best.path.logprobs[:1]), 0
+                nodes = count(run.forest.size)
+                rows = run.forest.extend(
+                    [each.node for each in live.values()], [each.tokens[-1] for each in live.values()]
+                )
+                live = {number: each._replace(node=next(nodes)) for number, each in live.items()}
+        best = max(ended, key=lambda path: path.score / len(path.tokens))
+        if self.sampled or len(best.tokens) == 1:
+            return best
+        return Continuation(best.tokens[:1], logprobs=best.logprobs[:1])
 
-    def _longer(self, run: SearchRun, trial: Trial, logits: Logits, *, alone: bool) -> Trial:
-        """A trial with one more token, by the logits float32 `[V]` after it."""
-        path, sampler = trial.path, run.sampler
+    def _longer(self, run: SearchRun, number: int, path: Continuation, logits: Logits, *, alone: bool) -> Continuation:
+        """Trial `number` with one more token, by the logits float32 `[V]` after it."""
+        sampler = run.sampler
         position = run.forest.base + 1 + len(path.tokens)
         with sampler.rollback():
             sampler.observe(path.tokens)
-            if alone or (self.sampled and not trial.number):
+            if alone or (self.sampled and not number):
                 token = sampler.choose(logits, position)
             elif self.sampled:
-                uniform = uniform_at(sampler.params.seed, trial.number << 64 | position)
+                uniform = uniform_at(sampler.params.seed, number << 64 | position)
                 token = Distribution.of(sampler, logits).draw(uniform)
             else:
                 scores = sampler.scores(logits)
                 ranked = np.argsort(-scores, kind="stable")[: int((scores > -np.inf).sum())]
-                token = int(ranked[0 if path.tokens else min(trial.number, ranked.size - 1)])
+                token = int(ranked[0 if path.tokens else min(number, ranked.size - 1)])
         longer = run.extended(path, token, logits, 2 * self.count)
-        return trial._replace(path=longer, total=trial.total + float(log_probabilities(logits)[token]))
+        return longer._replace(score=path.score + float(log_probabilities(logits)[token]))
 
     def _is_done(self, path: Continuation) -> bool:
         return path.finish is not None or len(path.tokens) >= self.length or self.ends(path.tokens[-1])

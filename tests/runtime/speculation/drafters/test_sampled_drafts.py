@@ -177,9 +177,10 @@ def test_only_draft_tokens_that_were_tried_are_learned_from(model: DraftModel) -
     assert rejected < 0.1 < accepted
     assert others[0] == others[1] < second
     assert mean < 0.01
+    before = others[0]
     for _ in range(300):
-        *_, later, _ = learned((0, 2))
-    assert later > 0.9
+        _, later, *_ = learned((0, 2))
+    assert later > 0.4 > before
     flat = Distribution(np.arange(9), np.full(9, 1 / 9))  # of another class
     assert speculator.prediction(flat, 0).probability == pytest.approx(0.3 + 0.65 * 0.15)
 
