@@ -22,7 +22,7 @@ from .sampling.logit_stage import Logits
 from .sampling.logprobs import LogSoftmax, PositionLogprobs
 from .sampling.sampler import Sampler
 from .sampling.token_mask import TokenConstraint
-from .speculation.rounds import DraftOrigin, OriginKind, Round, origins_of
+from .speculation.rounds import OriginKind, Round, TokenOrigin, origins_of
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies
 
@@ -49,10 +49,8 @@ class Step(NamedTuple):
     """The draft and its statistics; None if none was made."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """Log-probabilities at the position of each token, if they were asked for; an end-of-sequence token's come last."""
-    origins: tuple[DraftOrigin, ...] = ()
-    """How each token came to be, if log-probabilities were asked for."""
-    block_passes: tuple[int, ...] = ()
-    """For each token, the pass over its block, from 1, that found it; empty for a model without blocks."""
+    origins: tuple[TokenOrigin, ...] = ()
+    """How each token came to be, if log-probabilities were asked for, or the model fills blocks."""
     prompt_readers: Mapping[str, int] | None = None
     """Number of tokens that each graph read before the first one, by its name; None in rounds that read nothing."""
     replayed: int = 0
@@ -184,7 +182,7 @@ def _completed(step: Step, logits: Iterable[Logits], log_softmax: LogSoftmax | N
     if step.round is not None:
         origins = origins_of(step.round, every)
     else:
-        origins = (DraftOrigin(OriginKind.DECODED if step.prompt_readers is None else OriginKind.PREFILL),)
+        origins = (TokenOrigin(OriginKind.DECODED if step.prompt_readers is None else OriginKind.PREFILL),)
     return step._replace(tokens=tokens, logprobs=logprobs, origins=origins[: len(tokens)])
 
 

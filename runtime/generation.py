@@ -32,7 +32,7 @@ from .speculation.sampled_speculator import SampledSpeculator
 from .speculation.speculator import Speculator
 from .speculation.verification import NearTies
 from .strategies.lossy import LossyRule, LossySampler
-from .strategies.search import SearchSampler, search_steps
+from .strategies.search import search_steps
 from .strategies.second_reader import ReaderSequence, SecondReader, followed
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
@@ -305,7 +305,7 @@ class Generation:
         log_softmax = LogSoftmax(request.options.logprobs or 0, vocab_size) if request.needs_logprobs else None
         if choices is not None:
             return block_decode(bound, token_ids, sampler, limits, choices, log_softmax, answer_length=answer_length)
-        if isinstance(sampler, SearchSampler) and request.search is not None:
+        if request.search is not None:
             steps = partial(search_steps, request.search, bound, token_ids, sampler, limits, log_softmax)
             return steps(self._constraint, answer_length=answer_length)
         return decode(
@@ -337,8 +337,6 @@ class Generation:
             stage.earlier = earlier
         if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
             stages.append(FirstToken(len(self._sequence.token_ids), request.rank))
-        if request.search is not None:
-            return SearchSampler(sampling, vocab_size, self._constraint, stages)
         if isinstance(rule := request.options.lossy, LossyRule) and request.recording is None:
             token_bytes, by_draft = self._tokenizer.token_bytes.of, self._recorder.by_draft
             return LossySampler(sampling, vocab_size, self._constraint, rule, self._speculator, token_bytes, by_draft)

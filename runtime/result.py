@@ -294,7 +294,9 @@ class StatsRecorder:
             rounds=rounds if keep_rounds else (),
             prompt_readers=next((step.prompt_readers for step in self._steps if step.prompt_readers is not None), {}),
             stop_sequence=stop_sequence,
-            by_block_pass=Counter(sorted(each for step in self._steps for each in step.block_passes)),
+            by_block_pass=Counter(
+                sorted(found for step in self._steps for each in step.origins if (found := each.block_pass))
+            ),
             by_model={"draft": sum(by_draft), "target": by_draft.count(False)} if by_draft else {},
         )
 

@@ -23,7 +23,7 @@ from ..prefill import Cancelled
 from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
 from ..sampling.sampler import Sampler, SamplingParams
-from ..speculation.rounds import DraftOrigin, OriginKind
+from ..speculation.rounds import OriginKind, TokenOrigin
 from ..strategies.second_reader import ReaderSequence, ReaderStage, SecondReader
 from .block_passes import Block, BlockReader, CausalBlocks, WholeTexts
 from .commit_rules import Candidates, CommitRule, most_confident
@@ -230,8 +230,8 @@ def block_decode(
                 text.advance()
             remaining -= len(tokens)
             sampler.observe(tokens)
-            origins = tuple(DraftOrigin(OriginKind.FILLED, block_pass=each) for each in found_in[: len(listed)])
-            yield Step(tokens, finish, logprobs=listed, origins=origins, block_passes=found_in[: len(tokens)])
+            origins = tuple(TokenOrigin(OriginKind.FILLED, block_pass=each) for each in found_in[: len(tokens)])
+            yield Step(tokens, finish, logprobs=listed, origins=origins)
     except Cancelled:
         yield Step((), FinishReason.CANCELLED, target_passes=0)
 

@@ -12,6 +12,14 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 Weights: TypeAlias = npt.NDArray[np.float64]
 
 
+def log_softmax(logits: npt.NDArray[np.floating]) -> Weights:
+    """Log-probabilities, float64 `[V]`, of logits `[V]`, some of which may be -infinity."""
+    with np.errstate(invalid="ignore"):  # the sampler refuses what is not finite
+        shifted = logits - np.float64(logits.max())
+    normalized: Weights = shifted - np.log(np.exp(shifted).sum())
+    return normalized
+
+
 class LogitStage:
     """A step from the logits of one position to its token; this one changes nothing.
 

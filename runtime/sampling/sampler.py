@@ -244,11 +244,7 @@ class Sampler:
 
     def top_two_margin(self, logits: Logits) -> float:
         """Difference of the two largest of `logits` `[V]`, after penalties and biases and of tokens that may come."""
-        scores, mask = self._scores(logits)
-        if mask is not None:
-            if mask.single is not None:
-                return math.inf
-            scores = mask.apply(scores, self._masked)
+        scores = self.scores(logits)
         groups = scores.size // _GROUP
         if groups > 2:
             # Both are in the two groups with the highest maxima, or in the values behind the last whole group.
@@ -257,6 +253,11 @@ class Sampler:
             scores = np.concatenate([grouped[:, best].ravel(), scores[groups * _GROUP :]])
         second, first = np.partition(scores, scores.size - 2)[-2:].tolist()
         return float(first - second)
+
+    def scores(self, logits: Logits) -> Logits:
+        """The logits to choose from, -infinity for tokens that may not come; valid until the next call."""
+        scores, mask = self._scores(logits)
+        return scores if mask is None else mask.apply(scores, self._masked)
 
     def probabilities(self, logits: Logits) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
         """Probabilities of the next token; undefined for greedy parameters.

@@ -193,17 +193,9 @@ class TreeGrowth:
         return mixed
 
 
-class PrunedDraft(NamedTuple):
-    """The part of a draft that pays."""
-
-    tree: Tree
-    expected_tokens: float
-    """Number of tokens the round is expected to produce, the certain one included."""
-    advantage: float
-    """Tokens gained over spending the same time on plain steps; 0 for the anchor alone."""
-
-
-def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int, replay: int | None = None) -> PrunedDraft:
+def prune(
+    tree: Tree, curve: Sequence[float], rate: float, max_width: int, replay: int | None = None
+) -> tuple[Tree, float, float]:
     """Keep the draft tokens that pay, most probable first.
 
     Args:
@@ -213,12 +205,16 @@ def prune(tree: Tree, curve: Sequence[float], rate: float, max_width: int, repla
         max_width: maximum width of the pass, in token positions.
         replay: number of tokens that the pass runs once more before the draft, where the accepted tokens of a rejected
             draft do so too; None where a rejection costs nothing.
+
+    Returns:
+        The part of the draft that pays; the number of tokens the round is expected to produce, the certain one
+        included; and the tokens gained over spending the same time on plain steps, 0 for the anchor alone.
     """
     # A stable sort keeps parents before children of the same probability.
     order = sorted(range(len(tree)), key=lambda node: -tree.path_probs[node])
     probabilities = [tree.path_probs[node] for node in order[1:]]
     width, advantage, expected = best_width(probabilities, curve, rate, max_width, replay)
-    return PrunedDraft(tree.kept(order[:width]), expected, advantage)
+    return tree.kept(order[:width]), expected, advantage
 
 
 def best_width(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,23 +105,11 @@ class TokenOrigin:
     """Text of the draft token that the model rejected here, the most probable one if there were several."""
     block_pass: int | None = None
     """The pass over its block, from 1, that found a `FILLED` token."""
+    rejected_id: int | None = None
+    """Token id of the rejected draft token."""
 
 
-class DraftOrigin(NamedTuple):
-    """`TokenOrigin` in token ids."""
-
-    kind: OriginKind
-    source: Source | None = None
-    rejected: int | None = None
-    block_pass: int | None = None
-
-    @property
-    def drafter(self) -> str | None:
-        """Name of the drafter; None if there is none."""
-        return None if self.source is None else SOURCE_NAMES[self.source]
-
-
-def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...]:
+def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[TokenOrigin, ...]:
     """How the tokens that a round emitted came to be.
 
     Args:
@@ -131,13 +118,13 @@ def origins_of(report: Round, tokens: tuple[int, ...]) -> tuple[DraftOrigin, ...
     """
     tree, path = report.tree, report.accepted_path
     if len(tree) == 1:
-        return (DraftOrigin(OriginKind.DECODED),)
-    accepted = [DraftOrigin(OriginKind.ACCEPTED, Source(tree.source[node])) for node in path[1:]]
+        return (TokenOrigin(OriginKind.DECODED),)
+    accepted = [TokenOrigin(OriginKind.ACCEPTED, SOURCE_NAMES[Source(tree.sources[node])]) for node in path[1:]]
     node, token = path[-1], tokens[-1]
     children = [child for child in range(node + 1, len(tree)) if tree.parent_nodes[child] == node]
     # At the largest length, and where a near tie was recomputed, a draft token that is the right one is not accepted.
     if not children or tree.child(node, token) is not None:
-        return (*accepted, DraftOrigin(OriginKind.BONUS))
+        return (*accepted, TokenOrigin(OriginKind.BONUS))
     rejected = max(children, key=lambda child: (tree.path_probs[child], -child))
-    own = DraftOrigin(OriginKind.CORRECTED, Source(tree.sources[rejected]), tree.token_ids[rejected])
-    return (*accepted, own)
+    drafter = SOURCE_NAMES[Source(tree.sources[rejected])]
+    return (*accepted, TokenOrigin(OriginKind.CORRECTED, drafter, rejected_id=tree.token_ids[rejected]))

@@ -309,8 +309,8 @@ class Speculator:
         """Grow a tree and prune it to the candidates that pay; without drafters it has what the constraint forces."""
         growth = TreeGrowth(drafters, model, self.mixer, constraint)
         tree = growth.grow(anchor, prices, max_depth, chain=chain)
-        pruned = prune(tree, self._curve, self.rate, self._max_width, self._replay)
-        return Round(pruned.tree, growth, tree, pruned.expected_tokens, pruned.advantage, growth.model_passes)
+        pruned, expected, advantage = prune(tree, self._curve, self.rate, self._max_width, self._replay)
+        return Round(pruned, growth, tree, expected, advantage, growth.model_passes)
 
     def _learn(self, draft: Round, result: VerifyResult, logits: Logits) -> None:
         """Update the mixer and the drafters along the accepted path."""

@@ -22,9 +22,9 @@ from ..graph.session import SessionConfig
 from ..kv.arena import KVArena
 from ..kv.prefix_cache import PrefixCache
 from ..options import GenerateOptions
-from ..sampling.logit_stage import Logits, LogitStage, Weights
+from ..sampling.logit_stage import Logits, LogitStage, Weights, log_softmax
 from ..speculation.draft_loading import DraftTarget
-from .second_reader import LEAST, NewSequence, ReaderStage, log_softmax
+from .second_reader import LEAST, NewSequence, ReaderStage
 from .strategy import Strategy
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 
 from ...errors import InputError
 from ..arguments.argument_types import option
-from ..sampling.logit_stage import Logits, LogitStage
-from .second_reader import LEAST, ReaderStage, log_softmax
+from ..sampling.logit_stage import Logits, LogitStage, log_softmax
+from .second_reader import LEAST, ReaderStage
 from .strategy import Strategy
 
 if TYPE_CHECKING:

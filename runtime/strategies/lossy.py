@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import InputError
 from ..arguments.argument_types import Option, OptionRecord, given_of, option
 from ..arguments.named_rules import Amount, NamedRule, Share
-from ..sampling.logit_stage import Logits
+from ..sampling.logit_stage import Logits, LogitStage, log_softmax
 from ..sampling.sampler import Sampler, SamplingParams
 from ..sampling.token_mask import TokenConstraint
 from ..speculation.drafters.draft_model import DraftModel
@@ -145,16 +144,13 @@ def _ends_sentence(text: bytes) -> bool:
 
 def _logprob(logits: Logits, token: int) -> float:
     """Log-probability of a token."""
-    shifted = logits - logits.max()
-    return float(shifted[token]) - math.log(np.exp(shifted).sum(dtype=np.float64))
+    return float(log_softmax(logits)[token])
 
 
 def _entropy(logits: Logits) -> float:
     """Entropy of the distribution, in nats."""
-    shifted = (logits - logits.max()).astype(np.float64)
-    weights = np.exp(shifted)
-    total = float(weights.sum())
-    return math.log(total) - float(weights @ shifted) / total
+    logprobs = log_softmax(logits)
+    return -float(np.exp(logprobs) @ logprobs)
 
 
 class LossySpeculator(Speculator):
@@ -236,39 +232,27 @@ class LossySampler(Sampler):
         token_bytes: Callable[[int], bytes],
         by_draft: list[bool],
     ) -> None:
-        super().__init__(params, vocab_size, constraint)
+        self._text: Final = LogitStage()
+        super().__init__(params, vocab_size, constraint, (self._text,))
         if not isinstance(speculator, LossySpeculator):
             raise InputError("lossy decoding needs drafts, and there are none", "leave lossy out, or --spec off")
         self._rule: Final = rule
         self._speculator: Final = speculator
         self._token_bytes: Final = token_bytes
         self._by_draft: Final = by_draft
-        self._token_ids: list[int] = []
-        self._prompt_length = 0
         self._begun = False
         self._entropies = deque[float](maxlen=_WINDOW)
         self._draft_logits = np.full(vocab_size, _IMPOSSIBLE, np.float32)
 
-    def observe_prompt(self, tokens: npt.ArrayLike) -> None:
-        """Add tokens of the prompt to the sequence."""
-        super().observe_prompt(tokens)
-        self._token_ids += np.asarray(tokens, np.intp).ravel().tolist()
-        self._prompt_length = len(self._token_ids)
-
-    def observe(self, tokens: npt.ArrayLike) -> None:
-        """Add tokens of the answer to the sequence."""
-        super().observe(tokens)
-        self._token_ids += np.asarray(tokens, np.intp).ravel().tolist()
-
     def choose(self, logits: Logits, position: int) -> int:
         """Choose the draft model's token or the target's; errors as for `Sampler.choose`, and of the draft model."""
         if not self._begun:  # the speculator has another sequence, until the first token is known
-            self._speculator.reset(self._token_ids)
+            self._speculator.reset(self._text.tokens)
             self._begun = True
         draft, takes = self._draft_logits, False
-        if self._speculator.read_draft_logits(self._token_ids, draft):
+        if self._speculator.read_draft_logits(self._text.tokens, draft):
             token = super().choose(draft, position)
-            answer = self._token_ids[self._prompt_length :]
+            answer = self._text.tokens[self._text.prompt_length :]
             at = Position(token, draft, logits, answer, self._entropies, self._token_bytes)
             takes = self._rule.takes_draft(at) and draft.item(token) > _IMPOSSIBLE / 2
         self._by_draft.append(takes)

@@ -18,7 +18,7 @@ from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
 from ..sampling.sampler import Sampler, require_finite
 from ..sampling.token_mask import DeadEndError, TokenConstraint
-from ..speculation.rounds import DraftOrigin, OriginKind
+from ..speculation.rounds import OriginKind, TokenOrigin
 
 
 class Forest:
@@ -125,17 +125,8 @@ class Continuation(NamedTuple):
     def step(self, passes: int) -> Step:
         """The step of an answer that has these tokens after a number of passes."""
         tokens = self.tokens[:-1] if self.finish is FinishReason.STOP and not self.closed else self.tokens
-        origins = (DraftOrigin(OriginKind.DECODED),) * len(tokens) if self.logprobs else ()
+        origins = (TokenOrigin(OriginKind.DECODED),) * len(tokens) if self.logprobs else ()
         return Step(tokens, self.finish, passes, logprobs=self.logprobs, origins=origins, closed=self.closed)
-
-
-class SearchSampler(Sampler):
-    """A `Sampler` that also says what it chooses from."""
-
-    def scores(self, logits: Logits) -> Logits:
-        """The logits after penalties and biases, -infinity for tokens that may not come; valid until the next call."""
-        scores, mask = self._scores(logits)
-        return scores if mask is None else mask.apply(scores, self._masked)
 
 
 @dataclass(frozen=True)
@@ -145,7 +136,7 @@ class SearchRun:
     forest: Forest
     logits: Logits
     """Logits float32 `[V]` after the prompt."""
-    sampler: SearchSampler
+    sampler: Sampler
     limits: DecodeLimits
     most_tokens: int
     """Largest number of tokens of the answer."""
@@ -156,7 +147,7 @@ class SearchRun:
     def scores(self, path: Sequence[int], logits: Logits) -> Logits:
         """Log-probabilities float32 `[V]` of the tokens after a path, valid until the next call.
 
-        They are changed as `SearchSampler.scores` changes logits: -infinity for tokens that may not come, and for all
+        They are changed as `Sampler.scores` changes logits: -infinity for tokens that may not come, and for all
         where none may after a path.
 
         Raises:
@@ -264,7 +255,7 @@ def search_steps(
     search: Search,
     bound: BoundGraph,
     prompt_ids: Sequence[int],
-    sampler: SearchSampler,
+    sampler: Sampler,
     limits: DecodeLimits,
     log_softmax: LogSoftmax | None,
     constraint: TokenConstraint | None,

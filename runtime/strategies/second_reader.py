@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.progress import Progress
@@ -22,7 +21,7 @@ from ..decode import check_prompt_fits
 from ..graph.bound_graph import BoundGraph, NewTokens
 from ..graph.graph_io import Floats
 from ..prefill import prefill
-from ..sampling.logit_stage import Logits, LogitStage, Weights
+from ..sampling.logit_stage import Logits, LogitStage
 
 if TYPE_CHECKING:
     from ..options import GenerateOptions, Request
@@ -33,14 +32,6 @@ _DRAFT_ROOM: Final = 64
 """Slots at the end of the context that a draft may take before its tokens are accepted."""
 LEAST: Final = -1e4
 """Stands for the log-probability of what cannot be, where minus infinity has no difference from itself."""
-
-
-def log_softmax(logits: npt.NDArray[np.floating]) -> Weights:
-    """Log-probabilities, float64 `[V]`, of logits `[V]`, some of which may be -infinity."""
-    with np.errstate(invalid="ignore"):  # the sampler refuses what is not finite
-        shifted = logits - np.float64(logits.max())
-    normalized: Weights = shifted - np.log(np.exp(shifted).sum())
-    return normalized
 
 
 class ReaderSequence(Protocol):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ..sampling.logprobs import PositionLogprobs
-from ..speculation.rounds import DraftOrigin, TokenOrigin
+from ..speculation.rounds import TokenOrigin
 from .tokenizer import TokenBytes
 
 _REPLACEMENT: Final = "\ufffd"
@@ -49,7 +49,7 @@ class AnswerTokens:
 
     def __init__(self, token_bytes: TokenBytes, before: Sequence[int] = ()) -> None:
         self._token_bytes: Final = token_bytes
-        self._undecoded: list[tuple[int, PositionLogprobs | None, DraftOrigin | None]]
+        self._undecoded: list[tuple[int, PositionLogprobs | None, TokenOrigin | None]]
         self._undecoded = [(token, None, None) for token in before]
         """Tokens whose text is not known yet; those before the answer have no log-probabilities, and are not listed."""
         self._placed: deque[tuple[TokenLogprob, int, int]] = deque()
@@ -59,7 +59,7 @@ class AnswerTokens:
         self._shown = 0
         """Bytes of text that have been shown."""
 
-    def add(self, logprobs: PositionLogprobs, decoded: str, origin: DraftOrigin | None = None) -> None:
+    def add(self, logprobs: PositionLogprobs, decoded: str, origin: TokenOrigin | None = None) -> None:
         """Add a token, and the text that the detokenizer has returned for it and tokens held back before it."""
         self._undecoded.append((logprobs.token_id, logprobs, origin))
         if decoded:
@@ -107,15 +107,13 @@ class AnswerTokens:
         # A tokenizer whose words depend on their neighbours: the last token has completed the text.
         return [text if index == (texts or [0])[-1] else b"" for index in range(len(parts))]
 
-    def _token(self, logprobs: PositionLogprobs, drafted: DraftOrigin | None, part: bytes) -> TokenLogprob:
+    def _token(self, logprobs: PositionLogprobs, origin: TokenOrigin | None, part: bytes) -> TokenLogprob:
         token_id = logprobs.token_id
         names = self._token_bytes
         shown = part.decode("utf-8", "replace") if part else names.shown(token_id)
         top = tuple(
             TokenLogprob(other, names.shown(other), names.of(other), logprob) for other, logprob in logprobs.top
         )
-        origin = None
-        if drafted is not None:
-            rejected = None if drafted.rejected is None else names.shown(drafted.rejected)
-            origin = TokenOrigin(drafted.kind, drafted.drafter, rejected, drafted.block_pass)
+        if origin is not None and origin.rejected_id is not None:
+            origin = replace(origin, rejected=names.shown(origin.rejected_id))
         return TokenLogprob(token_id, shown, part, logprobs.logprob, top, origin)

@@ -19,13 +19,12 @@ from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.sampling.logprobs import LogSoftmax, PositionLogprobs
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
-from edgerun.runtime.speculation.choice import DraftSampling
+from edgerun.runtime.speculation.choice import SOURCE_NAMES, DraftSampling
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from edgerun.runtime.speculation.drafters.recycling import RecycledTable, RecyclingDrafter
 from edgerun.runtime.speculation.drafters.sampled import ModelDistributions
 from edgerun.runtime.speculation.drafters.suffix import SuffixDrafter
 from edgerun.runtime.speculation.replay import OracleMode
-from edgerun.runtime.speculation.rounds import DraftOrigin
 from edgerun.runtime.speculation.sampled_speculator import SampledSpeculator
 from edgerun.runtime.speculation.speculator import Speculator
 from edgerun.runtime.speculation.tree import Source
@@ -109,13 +108,12 @@ def check_origins(steps: list[Step]) -> Counter[OriginKind]:
         round_ = step.round
         if round_ is None or round_.width == 1:
             kind = OriginKind.DECODED if index else OriginKind.PREFILL
-            assert step.origins == ((DraftOrigin(kind),) if not ended else ())
+            assert step.origins == ((TokenOrigin(kind),) if not ended else ())
             continue
         by_source = [0] * len(Source)
         for origin in accepted:
-            assert origin.source is not None
-            assert origin.rejected is None
-            by_source[origin.source] += 1
+            assert origin.rejected_id is None
+            by_source[next(source for source, name in SOURCE_NAMES.items() if name == origin.drafter)] += 1
         assert tuple(by_source) == round_.accepted
         tree, last = round_.tree, round_.accepted_path[-1]
         children = {int(tree.tokens[node]): node for node in range(1, len(tree)) if tree.parents[node] == last}
@@ -123,12 +121,12 @@ def check_origins(steps: list[Step]) -> Counter[OriginKind]:
             token = step.tokens[-1]
             if origin.kind is OriginKind.CORRECTED:
                 assert token not in children
-                assert origin.rejected is not None
-                rejected = children[origin.rejected]
-                assert origin.source == tree.source[rejected]
+                assert origin.rejected_id is not None
+                rejected = children[origin.rejected_id]
+                assert origin.drafter == SOURCE_NAMES[tree.source[rejected]]
                 assert tree.path_prob[rejected] == max(tree.path_prob[node] for node in children.values())
             else:
-                assert origin == DraftOrigin(OriginKind.BONUS)
+                assert origin == TokenOrigin(OriginKind.BONUS)
                 assert not children or token in children
     return Counter(origin.kind for step in steps for origin in step.origins)
 
@@ -203,7 +201,7 @@ def test_sampled_draft_tokens_have_the_targets(
         steps = steps_of(graph, SamplingParams(1.2, top_k=50, seed=seed), speculator)
         check(tiny_bundle, PROMPT, tokens_of(steps), logprobs_of(steps))
         assert check_origins(steps)[OriginKind.ACCEPTED] > 0
-        assert {origin.source for step in steps for origin in step.origins} <= {Source.MODEL, None}
+        assert {origin.drafter for step in steps for origin in step.origins} <= {"model", None}
 
 
 def test_an_end_of_sequence_token_has_a_log_probability_and_no_origin(graph: GraphSession) -> None:

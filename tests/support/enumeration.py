@@ -15,8 +15,8 @@ from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.runtime.decode import DecodeLimits, Step
-from edgerun.runtime.sampling.sampler import SamplingParams
-from edgerun.runtime.strategies.search import Search, SearchSampler, search_steps
+from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
+from edgerun.runtime.strategies.search import Search, search_steps
 from support.tiny_models import write_bundle
 
 V: Final = 6
@@ -59,7 +59,7 @@ def steps_of(
 ) -> list[Step]:
     """The steps of a search over a real session."""
     bound = engine.model.new_sequence().bound
-    sampler = SearchSampler(sampling or SamplingParams(), bound.graph_io.vocab_size)
+    sampler = Sampler(sampling or SamplingParams(), bound.graph_io.vocab_size)
     limits = DecodeLimits(most_tokens, frozenset(eos))
     steps = list(search_steps(search, bound, prompt, sampler, limits, None, None))
     assert bound.arena.length <= len(prompt) + sum(len(step.tokens) for step in steps)

@@ -44,22 +44,22 @@ def gained(tree: Tree, chosen: tuple[int, ...], curve: list[float], rate: float)
 
 @given(trees(), CURVES, st.sampled_from([0.25, 0.5, 1.0, 2.0, 50.0]), st.integers(1, 10))
 def test_no_set_of_draft_tokens_gains_more(tree: Tree, curve: list[float], rate: float, max_width: int) -> None:
-    pruned = prune(tree, curve, rate, max_width)
-    width = len(pruned.tree)
+    pruned, expected_tokens, advantage = prune(tree, curve, rate, max_width)
+    width = len(pruned)
     possible = [chosen for chosen in closed_sets(tree) if len(chosen) < min(max_width, len(curve))]
     best = max(gained(tree, chosen, curve, rate) for chosen in possible)
     assert 1 <= width <= min(max_width, len(curve), len(tree))
     if width == 1:
         assert best <= MIN_ADVANTAGE + 1e-6
-        assert (pruned.expected_tokens, pruned.advantage) == (1.0, 0.0)
+        assert (expected_tokens, advantage) == (1.0, 0.0)
     else:
-        assert pruned.advantage == pytest.approx(best, abs=1e-6)
-        assert pruned.advantage > MIN_ADVANTAGE
+        assert advantage == pytest.approx(best, abs=1e-6)
+        assert advantage > MIN_ADVANTAGE
         assert not any(len(chosen) < width - 1 for chosen in possible if gained(tree, chosen, curve, rate) == best)
-        assert pruned.expected_tokens == pytest.approx(1 + pruned.tree.path_prob[1:].sum(), abs=1e-6)
+        assert expected_tokens == pytest.approx(1 + pruned.path_prob[1:].sum(), abs=1e-6)
     # What is left is part of the tree, with the same anchor.
     tokens = {tuple(tree.tokens[list(tree.path_to(node))].tolist()) for node in range(len(tree))}
-    left = {tuple(pruned.tree.tokens[list(pruned.tree.path_to(node))].tolist()) for node in range(width)}
+    left = {tuple(pruned.tokens[list(pruned.path_to(node))].tolist()) for node in range(width)}
     assert left <= tokens
     assert len(left) == width
 
@@ -96,6 +96,6 @@ def test_parents_are_kept_before_children_of_equal_probability() -> None:
         probabilities.append(max(0.125, probabilities[parents[-1]] * random.choice([0.5, 1.0])))
     tree = Tree.of(range(nodes), parents, probabilities, [0] + [1] * (nodes - 1))
     for width in range(2, nodes + 1):
-        pruned = prune(tree, [1.0] * width, 1.0, 500).tree
+        pruned = prune(tree, [1.0] * width, 1.0, 500)[0]
         assert len(pruned) == width
         assert all(0 <= parent < node for node, parent in enumerate(pruned.parents.tolist()) if node)
