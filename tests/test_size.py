@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_794, 112, 252),
+    "edge": (14_790, 112, 252),
     "export": (15_645, 135, 175),
-    "runtime": (23_835, 204, 369),
+    "runtime": (23_725, 204, 358),
     "models": (3_259, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_951, "runtime.engine": 24_892, "edge.cli.run": 26_054}
+CLOSURES = {"runtime.decode": 3_942, "runtime.engine": 24_794, "edge.cli.run": 25_956}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
