@@ -16,7 +16,6 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +38,7 @@ from decode_tables import (
 )
 from peer_models import LlamaTools, genai_model, openvino_model
 from processes import Worker
-from rounds import Series, alternate, join
+from rounds import Series, alternate, join, restarted
 from shapes import SHAPES, Shape
 
 _SPARE: Final = 128
@@ -52,22 +51,16 @@ def measure(
     engines: Sequence[MeasuredEngine],
     settings: DecodeSettings,
     report: Callable[[str], None],
-    *,
-    first_load: bool = True,
 ) -> Measurements:
     """Run all measurements."""
     found = Measurements(settings)
-    if first_load:
-        by_label = {each.label: each for each in engines}
+    by_label = {each.label: each for each in engines}
     with start(by_label[EDGE], settings) as worker:
         found.first_load_s = worker.loaded["seconds"]
-    for restart in range(settings.restarts):
-        turn = restart % len(engines)
-        report(f"processes {restart + 1} of {settings.restarts}: loading")
-        with ExitStack() as stack:
-            workers = [stack.enter_context(start(each, settings)) for each in [*engines[turn:], *engines[:turn]]]
-            decoding = [worker for worker in workers if not by_label[worker.label].prompts_only]
-            _Round(workers, decoding, settings, found, report, restart).run()
+    for restart, workers in enumerate(restarted(engines, settings.restarts, lambda each: start(each, settings))):
+        report(f"processes {restart + 1} of {settings.restarts}: loaded")
+        decoding = [worker for worker in workers if not by_label[worker.label].prompts_only]
+        _Round(workers, decoding, settings, found, report, restart).run()
     return found
 
 

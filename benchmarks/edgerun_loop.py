@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 import edgerun
 from prompts import prompt_tokens
@@ -24,6 +25,7 @@ class EdgeRunLoop:
     """A loaded bundle and one cached sequence of at most `capacity` tokens; `settings` go to `edgerun.load`."""
 
     def __init__(self, model: Path, threads: int, capacity: int, **settings: Any) -> None:
+        self._model = model
         self._engine = edgerun.load(model, threads=threads, context=capacity, draft=None, **settings)
         self._vocab = self._engine.graph_io.vocab_size
         self._sequence = self._engine.model.new_sequence()
@@ -145,6 +147,20 @@ class EdgeRunLoop:
         """Logits of every position of a text, float32 [tokens, vocabulary]; the text is read in one pass."""
         self._sequence.continue_with([])
         return self._sequence.bound.forward(text).copy()
+
+    def weights_bytes(self) -> int:
+        """Bytes of all tensors of the bundle's graph without tables of rotary positions; shared ones count once."""
+        graph = onnx.load(str(self._model / "model.onnx"), load_external_data=False).graph
+        total = 0
+        seen = set()
+        for tensor in graph.initializer:
+            where = {entry.key: entry.value for entry in tensor.external_data}
+            place = (where.get("location"), where.get("offset"))
+            if tensor.name in ("rope.cos", "rope.sin") or (where and place in seen):
+                continue
+            seen.add(place)
+            total += int(where["length"]) if where else len(tensor.raw_data)
+        return total
 
     def _recorded(self, file: str, turn: int) -> list[TurnTokens]:
         """The turns of a recording, shuffled."""

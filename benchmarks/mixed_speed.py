@@ -19,7 +19,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +40,7 @@ from edgerun.export.recipe import ExportRecipe
 from edgerun.export.report.compared_plans import uniform_plan
 from edgerun.runtime.measure.bundle_timing import BundleTimer
 from processes import Worker
-from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
+from rounds import IdleLoad, Series, alternate, join, median_ratio, restarted, spread
 from shapes import SHAPES
 
 UNIFORM: Final = "int4/128"
@@ -139,25 +138,22 @@ def measure(
     idle_load = IdleLoad()
     parts: dict[int, list[Series]] = {width: [] for width in WIDTHS}
     memory: dict[str, dict[str, float]] = {}
-    labels = list(bundles)
-    for restart in range(restarts + 1):
-        turn = restart % len(labels)
-        with ExitStack() as stack:
-            workers = [
-                stack.enter_context(Worker(label, "edge-run", bundles[label], threads=None, capacity=_CAPACITY))
-                for label in (*labels[turn:], *labels[:turn])
-            ]
-            for worker in workers:
-                worker.call("decode", context=_CONTEXT, tokens=4)
-                memory[worker.label] = worker.call("memory")
-            if restart == 0:  # packs the weights for this machine, and holds all of them in memory meanwhile
-                continue
-            for width in WIDTHS:
 
-                def run_pass(worker: Worker, width: int = width) -> float:
-                    return float(worker.call("passes", context=_CONTEXT, width=width, repeats=_PASSES))
+    def start(label: str) -> Worker:
+        return Worker(label, "edge-run", bundles[label], threads=None, capacity=_CAPACITY)
 
-                parts[width].append(alternate(workers, rounds, run_pass, idle_load))
+    for restart, workers in enumerate(restarted(list(bundles), restarts + 1, start)):
+        for worker in workers:
+            worker.call("decode", context=_CONTEXT, tokens=4)
+            memory[worker.label] = worker.call("memory")
+        if restart == 0:  # packs the weights for this machine, and holds all of them in memory meanwhile
+            continue
+        for width in WIDTHS:
+
+            def run_pass(worker: Worker, width: int = width) -> float:
+                return float(worker.call("passes", context=_CONTEXT, width=width, repeats=_PASSES))
+
+            parts[width].append(alternate(workers, rounds, run_pass, idle_load))
     return {width: join(series) for width, series in parts.items()}, memory
 
 

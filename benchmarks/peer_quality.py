@@ -28,14 +28,12 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -55,7 +53,7 @@ from peer_models import LlamaTools, genai_export, openvino_block, openvino_model
 from processes import Worker
 from quality_tables import EXACT, MeasuredModel, as_json, draw, show
 from quantization import Tokens, divergence, new_positions, read_texts
-from rounds import IdleLoad, alternate, join
+from rounds import IdleLoad, alternate, join, restarted
 
 QUANTIZATIONS: Final = ("Q4_0", "Q4_K_M", "Q3_K_M", "IQ4_XS")
 _LONGEST: Final = 256
@@ -83,33 +81,31 @@ class QualityComparison:
         self._conversations = self._work / f"calibration.{kind}"
         made_once(self._conversations, self._write_conversations)
         self._texts = self._read_texts()
-        self._exact_logits = self._logits("edge-run", self._exact)
+        self._exact_logits, self._exact_bytes = self._run("edge-run", self._exact)
 
     def models(self) -> list[MeasuredModel]:
         """All models with their bytes and losses, not timed."""
         theirs = [*self._llama_models(), *self._other_models()]
-        names = [f"llama.cpp {name}" for name in self._options.searches]
-        budgets = sorted({each.bytes for each in theirs if each.label.removesuffix(" with importance") in names})
-        plans = self._options.plans
-        ours = [self._planned(each) for each in plans] if plans else [self._mixed(limit) for limit in budgets]
-        ours += [self._ours(name, recipe) for name, recipe in self._uniform_recipes().items()]
+        names = set(self._options.searches)
+        budgets = sorted({each.bytes for each in theirs if names & set(each.label.split())})
+        plans = {plan.stem: replace(self._calibrated("plans"), plan=plan) for plan in self._options.plans}
+        mixed = plans or {f"mixed, {limit / 1e6:.3f} MB": self._mixed_recipe(limit) for limit in budgets}
+        recipes = {**mixed, **self._uniform_recipes()}
+        ours = (self._measured(f"edge-run {name}", "edge-run", self._export(name, recipes[name])) for name in recipes)
         return [*theirs, *ours]
 
     def timed(self, models: Sequence[MeasuredModel], restarts: int, rounds: int) -> list[MeasuredModel]:
         """The same models with milliseconds of a token, measured in turn."""
         idle_load = IdleLoad()
         parts = []
-        for restart in range(restarts):
-            turn = restart % len(models)
-            with ExitStack() as stack:
-                workers = [stack.enter_context(self._worker(each)) for each in [*models[turn:], *models[:turn]]]
-                for worker in workers:
-                    worker.call("decode", context=_CONTEXT, tokens=4)
+        for workers in restarted(models, restarts, self._worker):
+            for worker in workers:
+                worker.call("decode", context=_CONTEXT, tokens=4)
 
-                def decode(worker: Worker) -> float:
-                    return float(worker.call("decode", context=_CONTEXT, tokens=_TOKENS))
+            def decode(worker: Worker) -> float:
+                return float(worker.call("decode", context=_CONTEXT, tokens=_TOKENS))
 
-                parts.append(alternate(workers, rounds, decode, idle_load))
+            parts.append(alternate(workers, rounds, decode, idle_load))
         series = join(parts)
         return [replace(each, decode_ms=1e3 * statistics.median(series[each.label])) for each in models]
 
@@ -140,23 +136,19 @@ class QualityComparison:
 
     def _uniform_recipes(self) -> dict[str, ExportRecipe]:
         """Plans with one format for all linears, rounded as by default and with the calibration text."""
+        methods = {f", {each.value}": replace(self._calibrated(each), method=each) for each in self._options.methods}
         found = {}
-        for block in (32, 64, 128):
-            for half_scales in (False, True):
-                body = WeightFormat(4, block, half_scales=half_scales)
-                found[f"edge-run {body}"] = ExportRecipe(body, context=_LONGEST)
         for block, zero_points in ((32, False), (64, True), (64, False), (128, False)):
             body = WeightFormat(4, block, zero_points=zero_points, half_scales=True)
-            for method in self._options.methods:
-                recipe = replace(self._calibrated(method.value), weights=body, method=method)
-                found[f"edge-run {body}, {method.value}"] = recipe
-                found[f"edge-run {body}, int8 head, {method.value}"] = replace(recipe, head=replace(body, bits=8))
+            for name, recipe in {"": ExportRecipe(context=_LONGEST), **methods}.items():
+                found[f"{body}{name}"] = replace(recipe, weights=body)
+                found[f"{body}, int8 head{name}"] = replace(recipe, weights=body, head=replace(body, bits=8))
         return found
 
-    def _mixed(self, limit: int) -> MeasuredModel:
-        """The mixed plan that a search finds within a number of bytes in the file."""
-        others = bundle_bytes(self._exact) - 4 * self._weights
-        recipe = replace(
+    def _mixed_recipe(self, limit: int) -> ExportRecipe:
+        """The recipe of the mixed plan that a search finds within a number of bytes in the file."""
+        others = self._exact_bytes - 4 * self._weights
+        return replace(
             self._calibrated("search"),
             weights="mixed",
             budget=Budget((limit - others - _SPARE) // 100 / 1e4, Measure.MEGABYTES, in_file=True),
@@ -164,13 +156,6 @@ class QualityComparison:
             time_limit=self._options.search_minutes,
             half_scales=True,
         )
-        return self._measured(
-            f"edge-run mixed, {limit / 1e6:.2f} MB", "edge-run", self._export(f"mixed-{limit}", recipe)
-        )
-
-    def _planned(self, plan: Path) -> MeasuredModel:
-        recipe = replace(self._calibrated("plans"), plan=plan)
-        return self._measured(f"edge-run plan {plan.stem}", "edge-run", self._export(f"plan-{plan.stem}", recipe))
 
     def _calibrated(self, kind: str) -> ExportRecipe:
         """A recipe with the calibration text; exports of a kind share the statistics of that text."""
@@ -181,15 +166,12 @@ class QualityComparison:
             work=self._work / kind,
         )
 
-    def _ours(self, name: str, recipe: ExportRecipe) -> MeasuredModel:
-        return self._measured(name, "edge-run", self._export(re.sub(r"[^a-z0-9]+", "-", name.lower()), recipe))
-
     def _export(self, name: str, recipe: ExportRecipe) -> Path:
         def make(folder: Path) -> None:
             print(f"exporting {name}", file=sys.stderr)
             export_checkpoint(self._options.checkpoint, folder, recipe)
 
-        return made_once(self._work / "edge-run" / name, make)
+        return made_once(self._work / "edge-run" / re.sub(r"[^a-z0-9]+", "-", name.lower()), make)
 
     def _write_conversations(self, file: Path) -> None:
         """Write the conversations of the calibration text, as many as its tokens allow."""
@@ -233,12 +215,9 @@ class QualityComparison:
 
         def make(file: Path) -> None:
             kept = np.concatenate(new_positions(self._texts))
-            kl, agrees = divergence(self._exact_logits[kept], self._logits(engine, path)[kept])
-            figures: dict[str, Any] = {
-                "kl": float(kl.mean()),
-                "top1": float(agrees.mean()),
-                "bytes": self._bytes(engine, path),
-            }
+            logits, size = self._run(engine, path)
+            kl, agrees = divergence(self._exact_logits[kept], logits[kept])
+            figures: dict[str, Any] = {"kl": float(kl.mean()), "top1": float(agrees.mean()), "bytes": size}
             texts = np.split(kl, np.cumsum([mask.sum() for mask in new_positions(self._texts)])[:-1])
             figures |= {"p99": float(np.quantile(kl, 0.99)), "text_kl": [float(each.sum()) for each in texts]}
             file.write_text(json.dumps(figures), encoding="utf-8")
@@ -248,21 +227,16 @@ class QualityComparison:
         print(f"{label}: KL {figures['kl']:.5f}", file=sys.stderr)
         return MeasuredModel(label, engine, path, **figures)
 
-    def _bytes(self, engine: str, path: Path) -> int:
-        if engine == "edge-run":
-            return bundle_bytes(path)
-        with self._worker(MeasuredModel("size", engine, path, 0, 0.0, 0.0)) as worker:
-            return int(worker.call("weights_bytes"))
-
-    def _logits(self, engine: str, path: Path) -> npt.NDArray[np.float32]:
-        """Logits of all texts, float32 [all tokens, vocabulary]."""
+    def _run(self, engine: str, path: Path) -> tuple[npt.NDArray[np.float32], int]:
+        """Logits of all texts, float32 [all tokens, vocabulary], and the number of bytes of the model's tensors."""
         texts, out = self._work / "texts.json", self._work / "logits.npy"
         texts.write_text(json.dumps([text.tolist() for text in self._texts]), encoding="utf-8")
         with self._worker(MeasuredModel("logits", engine, path, 0, 0.0, 0.0)) as worker:
             worker.call("write_logits", texts=str(texts), out=str(out))
+            size = int(worker.call("weights_bytes"))
         loaded: npt.NDArray[np.float32] = np.load(out)
         out.unlink()
-        return loaded
+        return loaded, size
 
     def _worker(self, model: MeasuredModel) -> Worker:
         pythons = {"llama": self._tools.python, "genai": self._options.genai_python}
@@ -288,21 +262,6 @@ def _conversations(source: Path) -> list[list[dict[str, str]]]:
     ]
 
 
-def bundle_bytes(bundle: Path) -> int:
-    """Number of bytes of all tensors of a bundle's graph without tables of rotary positions; shared ones count once."""
-    graph = onnx.load(str(bundle / "model.onnx"), load_external_data=False).graph
-    total = 0
-    seen = set()
-    for tensor in graph.initializer:
-        where = {entry.key: entry.value for entry in tensor.external_data}
-        place = (where.get("location"), where.get("offset"))
-        if tensor.name in ("rope.cos", "rope.sin") or (where and place in seen):
-            continue
-        seen.add(place)
-        total += int(where["length"]) if where else len(tensor.raw_data)
-    return total
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -323,7 +282,7 @@ def main() -> None:
         nargs="*",
         metavar="NAME",
         default=QUANTIZATIONS,
-        help="formats within whose bytes a mixed plan is searched",
+        help="formats, GenAI or OpenVINO: mixed plans are searched within their bytes",
     )
     parser.add_argument(
         "--methods",
@@ -332,7 +291,9 @@ def main() -> None:
         default=(MethodChoice.GPTQ,),
         help="of the plans of one format; the last rounds mixed plans too",
     )
-    parser.add_argument("--plans", nargs="+", type=Path, metavar="FILE", help="plan files instead of searches")
+    parser.add_argument(
+        "--plans", nargs="+", type=Path, metavar="FILE", default=(), help="plan files instead of searches"
+    )
     parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import psutil
 
 from processes import Worker
 
+_Item = TypeVar("_Item")
 _SETTLE_S: Final = 0.05
 """Pause before a measurement: onnxruntime's threads spin for some time after their last task."""
 
@@ -45,6 +47,17 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
 
 Series = dict[str, list[float]]
 """Seconds by worker label, one value per round."""
+
+
+def restarted(items: Sequence[_Item], restarts: int, start: Callable[[_Item], Worker]) -> Iterator[list[Worker]]:
+    """Yield running workers of all items, started anew each time, and each time another one first.
+
+    Memory placement changes the speed of a process by several per cent.
+    """
+    for restart in range(restarts):
+        turn = restart % len(items)
+        with ExitStack() as stack:
+            yield [stack.enter_context(start(each)) for each in [*items[turn:], *items[:turn]]]
 
 
 def alternate(

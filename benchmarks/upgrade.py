@@ -13,7 +13,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +25,7 @@ from artifacts import upgraded
 from edgerun.export import INT4, ExportRecipe
 from peer_models import genai_model, optimum_model
 from processes import Worker
-from rounds import IdleLoad, Series, alternate, join, median_ratio, spread
+from rounds import IdleLoad, Series, alternate, join, median_ratio, restarted, spread
 from shapes import SHAPES
 
 CONTEXT: Final = 128
@@ -77,14 +76,13 @@ def measure(case: Case, threads: int, repetitions: Repetitions, report: Callable
     """Decode and run passes with both models in turn."""
     found = Measurements()
     pairs = [(BEFORE, case.before), (AFTER, case.after)]
-    for restart in range(repetitions.restarts):
+
+    def start(pair: tuple[str, Path]) -> Worker:
+        return Worker(pair[0], "edge-run", pair[1], threads=threads, capacity=_CAPACITY)
+
+    for restart, workers in enumerate(restarted(pairs, repetitions.restarts, start)):
         report(f"{case.name}: processes {restart + 1} of {repetitions.restarts}")
-        with ExitStack() as stack:
-            workers = [
-                stack.enter_context(Worker(label, "edge-run", model, threads=threads, capacity=_CAPACITY))
-                for label, model in (pairs if restart % 2 == 0 else pairs[::-1])
-            ]
-            _measure_once(workers, repetitions, found)
+        _measure_once(workers, repetitions, found)
     return found
 
 
