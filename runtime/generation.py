@@ -22,8 +22,7 @@ from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
 from .result import Chunk, StatsRecorder
-from .sampling.logit_adjustments import FirstToken
-from .sampling.logit_stage import LogitStage
+from .sampling.logit_stage import FirstToken, LogitStage
 from .sampling.logprobs import LogSoftmax
 from .sampling.sampler import Sampler, SamplingParams
 from .speculation.pool import DrafterPool

@@ -11,14 +11,14 @@ from ..errors import BundleError, InputError, TemplateError
 from ..models.bundle import Bundle
 from ..models.json_file import shown
 from ..models.variants import GENAI_CONFIG
-from .arguments.argument_types import documented, option, same_option
+from .arguments.argument_types import documented, option, refuse_beside, same_option
 from .arguments.load_options import LoadOptions
 from .arguments.search_options import SearchOptions, SteeringOptions
 from .blocks.commit_rules import BlockOptions
 from .graph.bound_graph import ImagesOfText
 from .kv.arena import shared_tokens
 from .overflow import Overflow
-from .sampling.logit_adjustments import check_biases
+from .sampling.logit_stage import check_biases
 from .sampling.logprobs import MAX_ALTERNATIVES
 from .sampling.sampler import SamplingParams
 from .speculation.choice import DraftSampling, Speculation
@@ -233,10 +233,8 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions
         is_list = isinstance(documents, Sequence) and not isinstance(documents, str)
         if documents is not None and not (is_list and all(isinstance(each, Mapping) for each in documents)):
             raise InputError(f"template_variables: documents is {shown(documents)}", "it must be a list of objects")
-        if self.response_format is not None and self.ignore_eos:
-            raise InputError(
-                "response_format and ignore_eos are both given", "an answer of a format ends where the format does"
-            )
+        if self.response_format is not None:
+            refuse_beside(self, "response_format", ("ignore_eos",), "an answer of a format ends where the format does")
         self._check_alignment()
         if not all(self.stops):
             raise InputError(f"stop is {self.stop!r}", "it must be a non-empty string, or several")
@@ -251,19 +249,10 @@ class GenerateOptions(SearchOptions, SteeringOptions, LossyOptions, BlockOptions
             return
         if self.response_format is None:
             raise InputError("grammar_aligned is given without response_format", "give the format of the answer")
-        filters = [name for name in _FILTERS if getattr(self, name) not in (None, 0, 1.0 if name == "top_p" else 0)]
-        drafts = self.draft_sampling is not DraftSampling.OFF
-        given = {
-            "exact": self.exact,
-            "branch": self.branch,
-            "draft_sampling": drafts,
-            "strategies": bool(self.strategies),
-        }
-        if others := filters + [name for name, is_given in given.items() if is_given]:
-            raise InputError(
-                f"grammar_aligned and {others[0]} are both given",
-                "aligned answers have the model's whole distribution: leave one of them out",
-            )
+        others = [name for name in _FILTERS if name != "top_p" or self.top_p != 1]
+        others += ["exact", "branch", "draft_sampling", "strategies"]
+        hint = "aligned answers have the model's whole distribution: leave one of them out"
+        refuse_beside(self, "grammar_aligned", others, hint)
 
     @property
     def candidates(self) -> int:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -65,28 +65,28 @@ class Relevance:
     """Number of these tokens that were run; the others were in the KV cache."""
 
 
-class _Reading(NamedTuple):
-    """A sequence that has the engine's turn, and what lets others have it before a pass."""
-
-    sequence: CachedSequence
-    cancelled: Callable[[], bool]
-
-    def logits(self, token_ids: Sequence[int], first: int) -> Iterator[Logits]:
-        """Yield logits float32 `[V]` after each token from the index `first` on, valid until the next are taken."""
-        bound, arena = self.sequence.bound, self.sequence.arena
-        arena.rewind_to(min(self.sequence.continue_with(token_ids), first))
-        prefill(bound, token_ids[:first], self.cancelled, self.sequence.progress)
-        while arena.length < len(token_ids):
-            if self.cancelled():
-                raise Cancelled
-            chunk = token_ids[arena.length : arena.length + bound.prefill_width(_SCORED_TOKENS, 1)]
-            yield from bound.forward(chunk)
-            arena.commit(len(chunk))
+def _logits(
+    sequence: CachedSequence, token_ids: Sequence[int], first: int, cancelled: Callable[[], bool]
+) -> Iterator[Logits]:
+    """Yield logits float32 `[V]` after each token from the index `first` on, valid until the next are taken."""
+    bound, arena = sequence.bound, sequence.arena
+    arena.rewind_to(min(sequence.continue_with(token_ids), first))
+    prefill(bound, token_ids[:first], cancelled, sequence.progress)
+    while arena.length < len(token_ids):
+        if cancelled():
+            raise Cancelled
+        chunk = token_ids[arena.length : arena.length + bound.prefill_width(_SCORED_TOKENS, 1)]
+        yield from bound.forward(chunk)
+        arena.commit(len(chunk))
 
 
 @contextmanager
-def _reading(model: LoadedModel, token_ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[_Reading]:
+def _reading(
+    model: LoadedModel, token_ids: Sequence[int], cancelled: Callable[[], bool]
+) -> Iterator[tuple[CachedSequence, Callable[[], bool]]]:
     """Read token sequences that begin as the given one; the prefix cache gives what it has, and keeps what was read.
+
+    Yields a sequence that has the engine's turn, and what lets others have it before a pass.
 
     Raises:
         EdgeError: the caller cancelled, or the engine is closed.
@@ -95,7 +95,7 @@ def _reading(model: LoadedModel, token_ids: Sequence[int], cancelled: Callable[[
     with queue.turn_of(taker):
         sequence = model.continued_prefix(token_ids, GenerateOptions())
         try:
-            yield _Reading(sequence, lambda: queue.yield_turn(taker) or cancelled())
+            yield sequence, lambda: queue.yield_turn(taker) or cancelled()
         except Cancelled:
             raise EdgeError("the ranking was cancelled") from None
         finally:
@@ -120,9 +120,9 @@ def rank_choices(
     by_beginning = defaultdict(list)
     for index, token_ids in enumerate(encoded):
         by_beginning[tuple(token_ids[:-1])].append(index)
-    with _reading(model, prompt_ids, cancelled) as reading:
+    with _reading(model, prompt_ids, cancelled) as (sequence, stopped):
         for beginning, members in by_beginning.items():
-            logits = reading.logits([*prompt_ids, *beginning], len(prompt_ids) - 1)
+            logits = _logits(sequence, [*prompt_ids, *beginning], len(prompt_ids) - 1, stopped)
             for position, row in enumerate(logits):
                 for index in members:
                     totals[index] = totals[index].plus([softmax.at(row, encoded[index][position]).logprob])

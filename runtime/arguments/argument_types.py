@@ -1,4 +1,4 @@
-"""Options as fields of records, declared once, and checks of arguments against their type hints."""
+"""Options as fields of records, declared once, rules by name, and checks of arguments against their type hints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from functools import cache, wraps
-from typing import Any, Final, ParamSpec, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, ParamSpec, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from ...errors import InputError
 from ...models.json_file import shown
@@ -234,6 +234,16 @@ def given_of(instance: Any, names: Iterable[str]) -> list[str]:
     return [name for name in names if (value := getattr(instance, name, None)) and value != getattr(kind, name)]
 
 
+def refuse_beside(instance: Any, name: str, others: Iterable[str], hint: str = "leave one of them out") -> None:
+    """Check that a record has none of some options beside an option that it has.
+
+    Raises:
+        InputError: it has.
+    """
+    if given := given_of(instance, others):
+        raise InputError(f"{name} and {given[0]} are both given", hint)
+
+
 def check_ranges(instance: Any) -> None:
     """Check the options of a record against their ranges.
 
@@ -287,3 +297,62 @@ def lists_options(record: type[Any]) -> Callable[[_Function], _Function]:
         return function
 
     return decorated
+
+
+Share = Annotated[float, Option("", least=0, most=1)]
+Amount = Annotated[float, Option("", least=0)]
+Count = Annotated[int, Option("", least=1)]
+
+
+@dataclass(frozen=True)
+class NamedRule:
+    """A function of a table, and the values that are written behind its name, as in `local-leap:0.9,4,0.75`.
+
+    The function takes what it decides about, then the values, whose annotations have their types and ranges.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    option: ClassVar[str]
+    """Name of the option whose value it is."""
+    table: ClassVar[Mapping[str, Callable[..., Any]]]
+    """The functions by name."""
+    hint: ClassVar[str]
+    """What else to give."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a name and its values, of which those with a default may be left out from the last one on.
+
+        Raises:
+            InputError: the text is something else, or a value is out of range.
+        """
+        name, _, written = text.partition(":")
+        given = [_parsed(each) for each in written.split(",")] if written else []
+        try:
+            function = cls.table[name]
+            bound = inspect.signature(function).bind(None, *given)
+        except (KeyError, TypeError):
+            raise InputError(f"{cls.option} is {text!r:.60}", cls.hint) from None
+        bound.apply_defaults()
+        hints, values = get_type_hints(function, include_extras=True), []
+        for letter, value in list(bound.arguments.items())[1:]:
+            label, (kind, *ranges) = f"{cls.option}: {name} {letter.upper()}", get_args(hints[letter]) or (str,)
+            values.append(converted(label, value, kind))
+            for each in ranges:
+                each.check(label, value)
+        return cls(name, tuple(values))
+
+    def apply(self, found: Any) -> Any:
+        """What the function says about something."""
+        return self.table[self.name](found, *self.values)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(f'{value:g}' for value in self.values)}"
+
+
+def _parsed(value: str) -> float | int | str:
+    try:
+        return int(value) if value.isdecimal() else float(value)
+    except ValueError:
+        return value

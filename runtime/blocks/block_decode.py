@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +38,9 @@ USUAL_LENGTH: Final = 128
 """Tokens of an answer without a limit, where all tokens attend to each other; that of LLaDA's program."""
 
 
-class _Candidate(NamedTuple):
-    """What a pass found for a masked position."""
-
-    token: int
-    confidence: float
-    gap: float
-    entropy: float
-    logprobs: PositionLogprobs | None
+_Candidate: TypeAlias = tuple[int, float, float, float, PositionLogprobs | None]
+"""What a pass found for a masked position: a token, its confidence, gap and entropy as `Candidates` has them, and
+log-probabilities if they were asked for."""
 
 
 class Guidance(NamedTuple):
@@ -123,19 +118,19 @@ class _BlockText:
 
     def _keep(self, masked: npt.NDArray[np.intp], found: list[_Candidate]) -> tuple[int, ...]:
         block = self.block
-        tokens = np.array([each.token for each in found])
+        tokens, confidence, gap, entropy, logprobs = zip(*found, strict=True)
         block.steady[masked] = np.where(block.latest[masked] == tokens, block.steady[masked] + 1, 1)
         block.latest[masked] = tokens
-        confidence, gap, entropy = np.array([(each.confidence, each.gap, each.entropy) for each in found]).T
-        ends = np.array([each.token in self._choices.line_ends for each in found])
-        candidates = Candidates(masked, confidence, gap, entropy, block.steady[masked], ends, block.cells.size)
+        sure = np.array(confidence), np.array(gap), np.array(entropy)
+        ends = np.array([token in self._choices.line_ends for token in tokens])
+        candidates = Candidates(masked, *sure, block.steady[masked], ends, block.cells.size)
         kept = self._choices.rule.keeps(candidates)
         for index in np.flatnonzero(kept if kept.any() else most_confident(candidates, 1)).tolist():
-            place, each = int(masked[index]), found[index]
-            block.cells[place], block.known[place], block.filled_in[place] = each.token, True, block.passes
-            if each.logprobs is not None:
-                block.logprobs[place] = each.logprobs
-            if each.token in self._eos:  # nothing behind the end of the text has to be found
+            place, token = int(masked[index]), tokens[index]
+            block.cells[place], block.known[place], block.filled_in[place] = token, True, block.passes
+            if logprobs[index] is not None:
+                block.logprobs[place] = logprobs[index]
+            if token in self._eos:  # nothing behind the end of the text has to be found
                 block.known[place:] = True
         begun = len(self.token_ids) - block.start
         end = block.cells.size if block.known.all() else int(block.known.argmin())
@@ -172,7 +167,7 @@ class _BlockText:
         second, first = np.partition(scores, scores.size - 2)[-2:].tolist()
         entropy = -float(probabilities @ np.log(np.maximum(probabilities, 1e-300)))
         listed = None if self._log_softmax is None else self._log_softmax.at(scores, token)
-        return _Candidate(token, float(probabilities[token]), first - second, entropy, listed)
+        return token, float(probabilities[token]), first - second, entropy, listed
 
 
 def block_decode(

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from ...errors import CheckpointError, InputError
 from ...models.block_diffusion import BlockDiffusion
 from ...models.safetensors_file import read_safetensors
-from ..arguments.argument_types import Option, OptionRecord, given_of, option
-from ..arguments.named_rules import Amount, Count, NamedRule, Share
+from ..arguments.argument_types import Amount, Count, NamedRule, Option, OptionRecord, Share, given_of, option
 
 if TYPE_CHECKING:
     from ..strategies.strategy import Strategy

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ..arguments.argument_types import check_ranges, option
-from .logit_adjustments import LogitAdjustments, check_biases
-from .logit_stage import Logits, LogitStage
+from .logit_stage import LogitAdjustments, Logits, LogitStage, check_biases
 from .token_mask import TokenConstraint, TokenMask
 
 _BLOCK: Final = 1024

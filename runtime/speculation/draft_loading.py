@@ -39,7 +39,7 @@ from ..graph.session import DecoderGraph, GraphSession, SessionConfig
 from ..kv.borrowed import BorrowedArena
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
-from .drafters.draft_model import DraftModel, Int32
+from .drafters.draft_model import DraftModel
 from .drafters.interface import ModelDrafter
 from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
 from .pass_cost import PassCost
@@ -147,15 +147,7 @@ def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTar
     bundle, target_vocab = pair.draft, target.graph_io.vocab_size
     config = replace(config, kv_scales=None)  # the scales are for the target's cache, and a draft's is small
     session = open_graph(bundle, config, cache=target.cache)
-    head = session.graph_io.vocab_size
-    if pair.target_ids is not None:
-        _check_ids(pair, pair.target_ids, head, target_vocab)
-    elif head < target_vocab and head < pair.token_count:
-        raise BundleError(
-            f"the draft {bundle.folder} has {pair.token_count} tokens and an LM head of {head}, "
-            "but no map to the target's",
-            "put its d2t.npy beside the graph",
-        )
+    _check_vocab(pair, session.graph_io.vocab_size, target_vocab)
     limit = min(target.context, bundle.context or target.context)
     own_prefixes = None if target.prefixes is None else target.prefixes.beside(lambda: session.arena(limit))
     exchange = None if own_prefixes is None else own_prefixes.exchange
@@ -229,31 +221,30 @@ def _require_features(graph: Path, size: int, target: DraftTarget) -> None:
 
 
 def _check_vocab(pair: DraftPair, vocab: int, target_vocab: int) -> None:
-    """Check that a draft that comes with its target has the tokens of the target, or a map to them.
+    """Check that a draft has the tokens of its target, or a map to them.
+
+    A separate model may lack the target's padding, and have some of its own.
+
+    Args:
+        pair: the draft.
+        vocab: number of tokens of its LM head.
+        target_vocab: vocabulary size of the target.
 
     Raises:
-        BundleError: they are not, or the map does not fit.
+        BundleError: it has neither, or the map does not fit.
     """
-    if pair.target_ids is not None:
-        _check_ids(pair, pair.target_ids, vocab, target_vocab)
-    elif vocab != target_vocab:
-        raise BundleError(f"{pair.draft.graph} has an LM head of {vocab} tokens, but no map to the target's", _HINT)
-
-
-def _check_ids(pair: DraftPair, target_ids: Int32, head: int, target_vocab: int) -> None:
-    """Check that a pair's map from draft to target ids fits the draft's head.
-
-    Raises:
-        BundleError: it does not.
-    """
-    if target_ids.shape != (head,):
-        problem = f"has {target_ids.size} ids for a head of {head} tokens"
-    elif target_ids.max() >= target_vocab:
-        problem = f"has ids from {target_ids.min()} to {target_ids.max()}, but the target {target_vocab} tokens"
-    else:
-        return
-    what = f"the draft {pair.draft.folder} cannot be used: its map to the target's ids {problem}"
-    raise BundleError(what, _HINT)
+    ids, draft, own = pair.target_ids, f"the draft {pair.draft.folder}", pair.has_own_files
+    problem = ""
+    if ids is None:
+        if vocab != target_vocab and not (own and vocab >= min(target_vocab, pair.token_count)):
+            hint = "put its d2t.npy beside the graph" if own else _HINT
+            raise BundleError(f"{draft} has an LM head of {vocab} tokens, but no map to the target's", hint)
+    elif ids.shape != (vocab,):
+        problem = f"has {ids.size} ids for a head of {vocab} tokens"
+    elif ids.max() >= target_vocab:
+        problem = f"has ids from {ids.min()} to {ids.max()}, but the target {target_vocab} tokens"
+    if problem:
+        raise BundleError(f"{draft} cannot be used: its map to the target's ids {problem}", _HINT)
 
 
 def _pass_cost(bundle: Bundle, config: SessionConfig, bound: BoundGraph, target: DraftTarget) -> PassCost:

@@ -17,8 +17,7 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 
 from ...errors import InputError
-from ..arguments.argument_types import Option, OptionRecord, given_of, option
-from ..arguments.named_rules import Amount, NamedRule, Share
+from ..arguments.argument_types import Amount, NamedRule, Option, OptionRecord, Share, option, refuse_beside
 from ..sampling.logit_stage import Logits, LogitStage, log_softmax
 from ..sampling.sampler import Sampler, SamplingParams
 from ..sampling.token_mask import TokenConstraint
@@ -132,8 +131,7 @@ class LossyOptions(OptionRecord):
         super().__post_init__()
         if self.lossy is None:
             return
-        if others := given_of(self, _CONTRADICTING):
-            raise InputError(f"lossy and {others[0]} are both given", "leave one of them out")
+        refuse_beside(self, "lossy", _CONTRADICTING)
         if isinstance(self.lossy, str):
             object.__setattr__(self, "lossy", LossyRule.parse(self.lossy))
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Final
 
 from ...errors import InputError
-from ..arguments.argument_types import given_of
+from ..arguments.argument_types import refuse_beside
 from ..blocks.commit_rules import check_block_options
 from ..graph.graph_io import GraphIO
 from ..options import GenerateOptions
@@ -52,8 +52,7 @@ def search_of(options: GenerateOptions, graph_io: GraphIO, tokenizer: TextTokeni
     names = [*wanted[1:], *_CONTRADICTING]
     if isinstance(search, RankingSearch):
         names += ["temperature", "best_of", *(_ADJUSTING if search.own_probabilities else ())]
-    if others := given_of(options, names):
-        raise InputError(f"{wanted[0]} and {others[0]} are both given", "leave one of them out")
+    refuse_beside(options, wanted[0], names)
     if not graph_io.supports_trees or graph_io.states or graph_io.window_biases:
         what = f"{wanted[0]} is given, and the graph takes no tree mask, or has recurrent states or windows"
         raise InputError(what, "leave it out, or choose a model that can run several continuations in one pass")

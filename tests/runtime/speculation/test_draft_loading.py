@@ -96,7 +96,7 @@ def test_padding_of_another_size_does_not_matter(tiny_bundle: Path, tmp_path: Pa
 def test_a_trimmed_head_needs_its_map(tiny_bundle: Path, trimmed: Path) -> None:
     target, draft = open_bundle(tiny_bundle), open_bundle(trimmed)
     assert refusal(target, draft) == (
-        f"the draft {trimmed} has 300 tokens and an LM head of 100, but no map to the target's; "
+        f"the draft {trimmed} has an LM head of 100 tokens, but no map to the target's; "
         "put its d2t.npy beside the graph"
     )
     np.save(trimmed / "d2t.npy", KEPT)

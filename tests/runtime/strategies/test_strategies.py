@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import EdgeError, Engine, InputError, Monitor, ResponseFormat, Speculation, Strategy, strategy
 from edgerun.edge.cli.main import main
-from edgerun.runtime.sampling.logit_adjustments import FirstToken
+from edgerun.runtime.sampling.logit_stage import FirstToken
 from edgerun.runtime.sampling.sampler import Sampler, SamplingParams
 from edgerun.runtime.strategies.strategy import STRATEGIES, StrategyStage, parse_strategy
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
