@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_790, 112, 252),
     "export": (15_645, 135, 175),
-    "runtime": (23_725, 204, 358),
+    "runtime": (23_685, 202, 356),
     "models": (3_259, 30, 37),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_942, "runtime.engine": 24_794, "edge.cli.run": 25_956}
+CLOSURES = {"runtime.decode": 3_974, "runtime.engine": 24_754, "edge.cli.run": 25_916}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
