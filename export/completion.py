@@ -36,7 +36,7 @@ from .calibration.prepare import CalibratedModel
 from .check.static_parity import StaticContractSession
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
-from .drafts.make_draft import DraftRequest, make_draft
+from .drafts.make_draft import make_draft
 from .quantization.methods import FP32
 from .recipe import ExportRecipe
 from .report.compared_plans import PlanComparison
@@ -67,7 +67,7 @@ def complete_bundle(
     recipe: ExportRecipe,
     content: BundleContent,
     model: CalibratedModel,
-    draft: DraftRequest | None,
+    draft: Path | None,
     manifest: Manifest,
     progress: Progress,
     started: float,
@@ -79,7 +79,7 @@ def complete_bundle(
         recipe: The choices of the export.
         content: What was written.
         model: The calibrated model that the bundle was written from.
-        draft: The draft model to make; None for none.
+        draft: The checkpoint of the draft model to make; None for none.
         manifest: Its manifest.
         progress: Receives the stages.
         started: Seconds of `time.perf_counter` at the beginning of the export.
@@ -96,7 +96,7 @@ def complete_bundle(
     cache_note = store_cache_scales(folder, text)
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
-    figures, draft_note = (None, "") if draft is None else make_draft(folder, content, text, draft, recipe, progress)
+    figures = None if draft is None else make_draft(folder, content, text, draft, recipe, progress)
     sensitivities = _sensitivities(config, model, progress)
     report = ModelReport(
         model=content.source.folder.resolve().name,
@@ -116,7 +116,7 @@ def complete_bundle(
         budget="" if recipe.parsed_budget is None else str(recipe.parsed_budget),
         seconds=time.perf_counter() - started,
         machine=describe_machine(),
-        notes=[*filter(None, (*model.notes, cache_note, draft_note))],
+        notes=[*filter(None, (*model.notes, cache_note))],
     )
     if recipe.mixed:
         write_atomically(folder / PLAN_NAME, _plan_text(content, sensitivities, quality).encode())

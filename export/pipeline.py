@@ -84,14 +84,12 @@ def requested_draft(recipe: ExportRecipe, target: Path) -> DraftRequest | None:
         CheckpointError: the config.json of the draft's checkpoint is damaged.
     """
     is_native = recipe.layout is GraphLayout.EDGE and recipe.device is None
-    if recipe.draft_layers is not None:
-        return DraftRequest()
     if recipe.draft is None:
         if is_native and has_mtp_module(target):
             return DraftRequest(None, HeadKind.MTP, optional=recipe.draft_vocab is None)
         for option, value in (("--draft-vocab", recipe.draft_vocab), ("--draft-weights", recipe.draft_weights)):
             if value is not None:
-                raise InputError(f"{option} has no effect without a draft", "add --draft SRC, or --draft-layers auto")
+                raise InputError(f"{option} has no effect without a draft", "add --draft SRC")
     if recipe.draft is None or recipe.draft == NO_DRAFT:
         return None
     source = Path(recipe.draft)
@@ -200,8 +198,9 @@ def export_checkpoint(
             vision=recipe.vision_format,
         )
         head, notes = None, list[str]()
-        if draft is not None and draft.kind is None:
-            require_draft(checkpoint.folder, draft)
+        separate = draft.source if draft is not None and draft.kind is None else None
+        if separate is not None:
+            require_draft(checkpoint.folder, separate)
         elif draft is not None:
             try:
                 head = open_draft_head(draft, recipe, checkpoint.folder, config)
@@ -213,7 +212,7 @@ def export_checkpoint(
         reads_text = _needs_text(recipe, draft)
         with work_folder(source, settings_of(recipe, context), recipe.work) if reads_text else nullcontext() as folder:
             # The calibrated model maps files of the work folder, so it lives only in the called function.
-            result = _write(destination, recipe, content, draft, head, folder, progress, started)
+            result = _write(destination, recipe, content, separate, head, folder, progress, started)
         return replace(result, notes=(*result.notes, *notes))
 
 
@@ -245,7 +244,6 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
             f"--device npu does not support {config.family} models, which have mixtures of experts",
             "leave --device npu out",
         )
-    of_own_layers = draft == DraftRequest()
     of_blocks = False
     if keeps_states := config.state_layers is not None:
         has = "convolution" if isinstance(config.state_layers, ConvolutionConfig) else "linear attention"
@@ -256,17 +254,12 @@ def require_expressible(recipe: ExportRecipe, draft: DraftRequest | None, config
             require_block_width(recipe.widths, config.blocks.size)
     elif not config.uniform:
         has = "layers that differ in their heads, caches or inputs"
-    elif config.experts is not None and of_own_layers:
-        raise InputError(
-            f"--draft: a draft of its own layers is not supported for {config.family} models, which have experts",
-            "leave it out, or give the checkpoint of a draft model",
-        )
     else:
         return
     asked = {
         "calibration (--calibration, --seed, --preset, --method gptq or awq, --weights mixed)": recipe.calibrated
         and not keeps_states,
-        "--draft": draft is not None and draft.kind is None and (of_own_layers or not keeps_states),
+        "--draft": draft is not None and draft.kind is None and not keeps_states,
         "--report": recipe.report and not keeps_states,
         "--eval": recipe.eval is not None and not keeps_states,
         "--layout genai": recipe.layout is not GraphLayout.EDGE,
@@ -281,7 +274,7 @@ def _write(
     destination: Path,
     recipe: ExportRecipe,
     content: BundleContent,
-    draft: DraftRequest | None,
+    draft: Path | None,
     head: Head | None,
     folder: Path | None,
     progress: Progress,
@@ -306,8 +299,7 @@ def _write(
         if prepared is not None:
             if content.integer_linears is not None:
                 notes.append(integer_graphs_note(staging, content, prepared))
-            made = draft if draft is not None and draft.kind is None else None
-            report = complete_bundle(staging, recipe, content, prepared, made, manifest, progress, started)
+            report = complete_bundle(staging, recipe, content, prepared, draft, manifest, progress, started)
         if recipe.device == DeviceChoice.GPU:
             notes += write_gpu_variants(staging, progress)
         files = (file for file in sorted(staging.rglob("*")) if file.is_file())

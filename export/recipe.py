@@ -27,7 +27,6 @@ from .quantization.option_values import (
     PRESETS,
     ActivationsChoice,
     DeviceChoice,
-    LayersChoice,
     MethodChoice,
     PresetChoice,
     VisionChoice,
@@ -180,9 +179,6 @@ class ExportRecipe:
         metavar="N|auto|all",
         unset="all; 65536 of large vocabularies for a module, in exports that read text",
     )
-    draft_layers: str | None = option(
-        None, "Draft with the target itself, leaving out some of its layers.", choices=LayersChoice
-    )
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < MIN_CONTEXT:
@@ -232,23 +228,13 @@ class ExportRecipe:
 
     def _check_draft(self) -> None:
         if self.draft == NO_DRAFT:
-            self._refuse(("draft_vocab", "draft_layers", "draft_weights"), "on --draft none", "leave it out")
-        if self.draft is not None and self.draft_layers is not None:
-            if self.draft == OWN_MODULE:
-                raise InputError("--draft-layers has no effect on --draft mtp", "leave it out")
-            raise InputError("--draft and --draft-layers exclude each other", "give one of them")
-        if self.draft_layers is not None and self.draft_weights is not None:
-            raise InputError(
-                "--draft-weights has no effect with --draft-layers, which takes the weights of the target",
-                "leave it out",
-            )
+            self._refuse(("draft_vocab", "draft_weights"), "on --draft none", "leave it out")
         _ = self.draft_tokens  # raises for another value of --draft-vocab
 
     def _check_layout(self) -> None:
         if self.layout is GraphLayout.EDGE:
             return
-        drafts = self.draft_layers is not None or self.draft not in (None, NO_DRAFT)
-        if drafts or self.calibrated:
+        if self.draft not in (None, NO_DRAFT) or self.calibrated:
             raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
         if self.hidden_states:
             raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")

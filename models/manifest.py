@@ -121,10 +121,7 @@ class DraftPairing:
     d2t_offsets: bool = False
     """Whether that file holds differences to the draft's own ids, as in EAGLE-3, instead of the target's ids."""
     graph: str = ""
-    """File of a layer-skip draft: this model's graph without some sub-layers, over the same weights and the same cache;
-    or of a draft head. `path` is then this folder. Empty if the draft is a model of its own."""
-    skips: tuple[str, ...] = ()
-    """The sub-layers that a layer-skip draft skips, such as `3.attention` and `5.feed-forward`."""
+    """File of a draft head; `path` is then this folder. Empty if the draft is a model of its own."""
     head: HeadKind | None = None
     """Kind of a draft head, whose graph in this folder reads the hidden states of this model; None for other drafts."""
 

@@ -43,9 +43,6 @@ class DraftPair:
     draft: Bundle
     target_ids: npt.NDArray[np.int32] | None
     """The target's id of each token of the draft's head, int32 `[V]`; None if the ids are the same."""
-    layer_skip: bool = False
-    """Whether the draft is the target without some sub-layers, which runs on the target's weights and cache; `draft`
-    is then the target's bundle with that graph."""
     head: HeadKind | None = None
     """Kind of a draft head, which reads the target's hidden states; `draft` is then the target's bundle with its graph.
     None for other drafts."""
@@ -53,14 +50,7 @@ class DraftPair:
     @property
     def name(self) -> str:
         """Name of the draft."""
-        if self.head is not None:
-            return f"{self.head} head"
-        return f"{self.draft.graph.stem} of its own" if self.layer_skip else self.draft.folder.name
-
-    @property
-    def has_own_files(self) -> bool:
-        """Whether the draft is a model of its own, in a folder of its own."""
-        return not self.layer_skip and self.head is None
+        return self.draft.folder.name if self.head is None else f"{self.head} head"
 
     @cached_property
     def token_count(self) -> int:
@@ -84,6 +74,8 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
     named = target.manifest.draft if target.manifest is not None else None
     beside = Path(os.path.realpath(target.folder / named.path)) if named is not None else None
     if draft == "auto" and named is not None and named.graph:
+        if named.head is None:  # a draft of the target's own layers, which earlier versions wrote
+            return None
         graph, ids = target.folder / named.graph, target.folder / named.d2t
         for path in (graph, ids) if named.d2t else (graph,):
             if not path.is_file():
@@ -91,7 +83,7 @@ def find_draft(target: Bundle, draft: str | os.PathLike[str] | None = "auto") ->
         check_external_data(graph)
         target_ids = _read_map(ids, offsets=named.d2t_offsets) if named.d2t else None
         bundle = dataclasses.replace(target, graph=graph, manifest=None)
-        return DraftPair(bundle, target_ids, layer_skip=named.head is None, head=named.head)
+        return DraftPair(bundle, target_ids, named.head)
     if draft == "auto":
         return pair(target, open_bundle(beside), named) if beside is not None and beside.is_dir() else None
     found = open_bundle(find_model(draft))

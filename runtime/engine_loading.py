@@ -106,9 +106,6 @@ def _with_draft(
     if pair.head is not None and config.device.kind is not DeviceKind.CPU:
         _log.warning("%s runs without its draft head, which works on the CPU alone", bundle.folder)
         return config, None
-    if pair.layer_skip and config.device.kind is DeviceKind.NPU:
-        _log.warning("%s runs without the draft of its own layers, which cannot use an NPU's cache", bundle.folder)
-        return config, None
     return place_draft(pair, config, draft_device)
 
 

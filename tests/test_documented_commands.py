@@ -68,7 +68,6 @@ NOT_RUN: Final = {
     "edge-run export CHECKPOINT OUT --method yaqa": "needs PyTorch; tests/export/calibration/test_gradients.py has it",
     "edge-run train-draft TARGET OUT": "needs PyTorch; tests/edge/cli/test_train_draft_command.py trains",
     "edge-run export CHECKPOINT MODEL --draft OUT": "needs what training writes; tests/export/drafts has such drafts",
-    "edge-run export CHECKPOINT OUT --draft-layers": "needs more than two layers; tests/export/drafts has such models",
     "curl": "tests/edge/server/test_guide.py runs these lines",
     "python examples/ray_serve.py": "needs Ray; tests/edge/server/test_ray_serve.py runs it",
 }

@@ -213,10 +213,8 @@ def _draft(bundle: Bundle) -> dict[str, Any] | None:
     facts: dict[str, Any] = {"name": pair.name}
     if pair.head is not None:
         facts["head"] = str(pair.head)
-    elif pair.has_own_files:
+    else:
         facts["bytes"] = pair.draft.weight_bytes
-    elif bundle.manifest is not None and bundle.manifest.draft is not None:
-        facts["skips"] = ", ".join(bundle.manifest.draft.skips)
     if pair.draft.manifest is not None:
         facts["weights"] = dict(Counter(map(str, pair.draft.manifest.weights.values())))
     if pair.target_ids is not None:
@@ -314,8 +312,6 @@ def _draft_text(draft: Mapping[str, Any] | None) -> str:
     parts = [str(draft["name"])]
     if "bytes" in draft:
         parts.append(format_bytes(draft["bytes"]))
-    if "skips" in draft:
-        parts.append(f"the model itself without {draft['skips']}")
     if "weights" in draft:
         parts.append(f"weights {_counts_text(draft['weights'])}")
     if "head_tokens" in draft:

@@ -71,7 +71,7 @@ def verify(
     conversations = limit_per_category(read, limit)
     with open_model(model, load) as engine:
         pair = find_draft(engine.bundle, load.draft)
-        bundles = [engine.bundle, *([] if pair is None or not pair.has_own_files else [pair.draft])]
+        bundles = [engine.bundle, *([] if pair is None or pair.head is not None else [pair.draft])]
         packed = sum(map(verify_prepacked, bundles)) + verify_int8_graph(engine.bundle) > 0
         quality = {}
         with ProgressDisplay() as progress:

@@ -1,1 +1,1 @@
-"""Draft models, from a separate checkpoint or the target's own layers."""
+"""Draft models, from a separate checkpoint, and draft heads."""

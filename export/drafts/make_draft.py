@@ -1,4 +1,4 @@
-"""Makes the draft model that an export requests, from a checkpoint of its own or from the target's own layers."""
+"""Makes the draft model that an export requests, from its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ..recipe import DraftTokens, ExportRecipe
 from ..report.figures import DraftFigures
 from ..upgrade.editable import EditableGraph
 from .head_size import TARGET_WIDTHS, agreement_by_size, best_size, kept_share, ranked_text
-from .layer_skip_draft import adopt_layer_skip_draft
 from .trimmed_head import head_tokens, write_trimmed
 
 _STAGE: Final = "draft"
@@ -36,31 +35,29 @@ class DraftRequest:
     """The draft to export with a target, found from a recipe and the checkpoints."""
 
     source: Path | None = None
-    """Its checkpoint; None for a draft made of the target's layers, or for a module in the target's checkpoint."""
+    """Its checkpoint; None for a module in the target's checkpoint."""
     kind: HeadKind | None = None
     """The kind of draft head; None for a draft model."""
     optional: bool = False
     """Whether the target is exported without it, with a note, where it cannot be used."""
 
 
-def require_draft(target: Path, request: DraftRequest) -> None:
+def require_draft(target: Path, source: Path) -> None:
     """Check that a draft's checkpoint can be exported and has the target's vocabulary, before anything slow.
 
     Args:
         target: Folder with the target's tokenizer.
-        request: The requested draft.
+        source: The draft's checkpoint.
 
     Raises:
         CheckpointError: The draft's checkpoint is damaged, incomplete or not supported.
         InputError: The draft has another vocabulary.
     """
-    if request.source is None:
-        return
-    with open_source(request.source) as (_, draft):
+    with open_source(source) as (_, draft):
         difference = vocabulary_difference(target, draft.folder)
     if difference:
         raise InputError(
-            f"the draft {request.source} has another vocabulary than the model: {difference}",
+            f"the draft {source} has another vocabulary than the model: {difference}",
             "give a draft with the same tokenizer",
         )
 
@@ -69,46 +66,34 @@ def make_draft(
     folder: Path,
     target: BundleContent,
     text: CalibrationText,
-    request: DraftRequest,
+    source: Path,
     recipe: ExportRecipe,
     progress: Progress,
-) -> tuple[DraftFigures | None, str]:
+) -> DraftFigures | None:
     """Make a draft model in the bundle of its target.
 
     Args:
         folder: The target's bundle.
         target: The content of that bundle.
         text: Text of the target.
-        request: The draft model.
+        source: The draft's checkpoint.
         recipe: The recipe of the target.
         progress: Receives the stage "draft".
 
     Returns:
-        Figures of the draft, None where no text is long enough to measure it on; and a note for the user, or "".
+        Figures of the draft; None where no text is long enough to measure it on.
 
     Raises:
         EdgeError: The draft cannot be made.
         OSError: The disk refused a write.
     """
-    note, coverage = "", None
-    if request.source is None:
-        skips, tokens = adopt_layer_skip_draft(folder, recipe.draft_tokens, text, progress)
-        made_of = f"the model without {', '.join(skips)}"
-        kept = None if recipe.draft_tokens in (None, "all") else tokens
-    else:
-        made_of = request.source.resolve().name
-        _write_bundle(folder / DRAFT_FOLDER, request.source, target, recipe)
-        kept, coverage = adopt_draft(folder, recipe.draft_tokens, text, progress)
+    _write_bundle(folder / DRAFT_FOLDER, source, target, recipe)
+    kept, coverage = adopt_draft(folder, recipe.draft_tokens, text, progress)
     try:
         benefit = measure_draft_benefit(folder, text.held_out)
     except EdgeError:
-        return None, ""
-    if request.source is None and benefit.speculative_seconds >= benefit.plain_seconds:
-        note = (
-            f"the draft does not pay on this machine: {1 / benefit.speculative_seconds:.0f} tokens per second are "
-            f"expected with it, {1 / benefit.plain_seconds:.0f} without; it is used only on machines where it pays"
-        )
-    return DraftFigures(made_of, benefit, kept, coverage), note
+        return None
+    return DraftFigures(source.resolve().name, benefit, kept, coverage)
 
 
 def _write_bundle(folder: Path, source: Path, target: BundleContent, recipe: ExportRecipe) -> None:

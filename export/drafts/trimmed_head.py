@@ -181,8 +181,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
 def trim_own_draft(folder: Path, kept: TokenIds) -> None:
     """Trim the head of a draft whose graph is in its target's bundle.
 
-    The kept rows of a multi-token-prediction module join its own weights in `draft.onnx.data`. A layer-skip draft has
-    no such file, so they are stored in its graph. All other weights stay in the file of the target.
+    The kept rows join the draft's own weights in `draft.onnx.data`; all other weights stay in the file of the target.
 
     Args:
         folder: The bundle's folder.
@@ -191,19 +190,15 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
     Raises:
         OSError: The disk refused a write.
     """
-    graph, changed = trimmed_own_draft(folder, kept), [DRAFT_GRAPH_NAME, TARGET_IDS_NAME]
-    if (folder / DRAFT_WEIGHTS_NAME).is_file():
-        changed.append(DRAFT_WEIGHTS_NAME)
-        with temporary_folder(folder, "trimmed") as new:
-            with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
-                model = graph.model(to_file(data, kept=WEIGHTS_NAME))
-            move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
-    else:
-        model = graph.model(in_place)
+    with temporary_folder(folder, "trimmed") as new:
+        with WeightFile(new / DRAFT_WEIGHTS_NAME) as data:
+            model = trimmed_own_draft(folder, kept).model(to_file(data, kept=WEIGHTS_NAME))
+        move(new / DRAFT_WEIGHTS_NAME, folder / DRAFT_WEIGHTS_NAME)
     write_atomically(folder / DRAFT_GRAPH_NAME, model.SerializeToString())
     np.save(folder / TARGET_IDS_NAME, kept)
     draft = read_manifest(folder).draft
     assert draft is not None  # noqa: S101 -- it has just been trimmed
+    changed = [DRAFT_WEIGHTS_NAME, DRAFT_GRAPH_NAME, TARGET_IDS_NAME]
     change_manifest(folder, changed, draft=replace(draft, d2t=TARGET_IDS_NAME))
 
 

@@ -57,12 +57,6 @@ class MethodChoice(StrEnum):
     AWQ_YAQA = "awq+yaqa"
 
 
-class LayersChoice(StrEnum):
-    """Values of `draft_layers`."""
-
-    AUTO = "auto"
-
-
 class ActivationsChoice(StrEnum):
     """Types of the inputs and outputs of linears in graphs for NPUs, besides float16."""
 

@@ -103,7 +103,7 @@ class DraftFigures:
     """Figures of the draft model in the bundle."""
 
     made_of: str
-    """Description: the name of another checkpoint, or the sub-layers of the target that the draft has."""
+    """Name of its checkpoint."""
     benefit: DraftBenefit
     vocabulary_size: int | None = None
     """Number of tokens that its head kept; None for all."""

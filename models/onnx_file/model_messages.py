@@ -122,25 +122,6 @@ def read_model(graph: Path) -> Message:
             raise ValueError("its messages cannot be decoded") from error
 
 
-def with_tensors_of(graph: Path, other: Path) -> bytes:
-    """Return the model in `graph`, with each external tensor replaced by the tensor of that name in `other`.
-
-    The tensors of a prepacked graph refer to the packed weights in its data file. A second graph over the same weights
-    uses them through the same references.
-
-    Raises:
-        BundleError: one of the files is not an ONNX model.
-        KeyError: `other` lacks a tensor.
-    """
-    tensors = {each.name: each for each in read_model(other).graph.initializer}
-    changed = read_model(graph)
-    for each in changed.graph.initializer:
-        if each.external_data:
-            each.CopyFrom(tensors[each.name])
-    serialized: bytes = changed.SerializeToString(deterministic=True)
-    return serialized
-
-
 def model(graph: Message, *, opset: int, microsoft: bool = True, ir_version: int = 10) -> Message:
     """A model of a graph: ONNX's operators of version `opset`, and com.microsoft's if `microsoft`."""
     opsets = [OperatorSetIdProto(domain="", version=opset)]

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from ..kv.arena import InPlaceArena, KVArena
-from ..kv.borrowed import BorrowedArena
 from ..kv.buffers import CacheBuffers, NumpyBuffers
 from ..kv.growing import GrowingArena
 from ..kv.state_buffers import StateCheckpoint, States, StateView
@@ -29,7 +28,6 @@ from .pass_inputs import PassInputs, wrapped
 from .pass_outputs import LogitsOutput, TokenOutput
 from .shared_passes import SharedGraph, SharedPasses, TextBinding
 
-_IN_PLACE: Final = (InPlaceArena, BorrowedArena)
 _FIRST_PASS_WIDTH: Final = 512
 """Width of the first prefill pass if later tokens run one by one; it may return as many rows of logits."""
 _KEPT_VALUES: Final = 256
@@ -91,7 +89,7 @@ class BoundSession(BoundGraph):
         self.arena = arena
         # Between two passes, asking for the class of an object with an abstract base takes 20 us.
         self._growing = arena if isinstance(arena, GrowingArena) else None
-        self._in_place = arena if isinstance(arena, _IN_PLACE) else None
+        self._in_place = arena if isinstance(arena, InPlaceArena) else None
         self._bound_slots: dict[int, tuple[object, int]] = {}
         """By the windows of layers: what is bound of their caches, the arena's generation and the first slot."""
 

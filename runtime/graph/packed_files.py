@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from ...errors import BundleError
-from ...models.atomic import discard_folder, folder_written_atomically, write_atomically
+from ...models.atomic import discard_folder, folder_written_atomically
 from ...models.bundle import GRAPH_NAME, Bundle, digest_file
 from ...models.json_file import read_json_object
-from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model, with_tensors_of
+from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ..devices.processor import available_memory, processor
@@ -317,28 +317,6 @@ def should_prepack(bundle: Bundle) -> bool:
 def lacks_prepacked(bundle: Bundle) -> bool:
     """Whether the next load of a model on the CPU writes its prepacked copy, which takes longer."""
     return should_prepack(bundle) and not _folder_of(bundle).is_dir()
-
-
-def prepacked_draft_graph(draft: Path, target: Path) -> Path:
-    """The graph to load for a draft that uses the target's own weights.
-
-    Args:
-        draft: the draft's graph, beside the target's.
-        target: what `prepacked_graph` returned for the target.
-
-    Returns:
-        A copy of the draft's graph that uses the packed weights, if the target is loaded from those; else `draft`.
-    """
-    if target.parent == draft.parent:
-        return draft
-    try:
-        model = with_tensors_of(draft, target)
-        copy = target.with_name(f"draft-{hashlib.sha256(model).hexdigest()[:16]}.onnx")
-        if not copy.is_file() or copy.read_bytes() != model:
-            write_atomically(copy, model)
-    except (OSError, BundleError, KeyError):
-        return draft
-    return copy
 
 
 def _folder_of(bundle: Bundle) -> Path:

@@ -339,7 +339,6 @@ class InPlaceArena(KVArena):
             capacity = self._capacity if needed <= self._capacity else min(self._grown(needed), self.limit)
         if capacity != self._capacity:
             try:
-                # Slots after the committed ones may hold what a `BorrowedArena` wrote, so all are kept.
                 self._capacity, self._buffers = capacity, self._buffers.resized(capacity)
             except BaseException:  # the slots may be gone that were moved already
                 self.rewind_to(0)

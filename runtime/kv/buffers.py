@@ -74,10 +74,6 @@ class CacheBuffers(ABC):
         self.groups: Final = grouped(tensor_types)
 
     @abstractmethod
-    def select(self, indices: Sequence[int]) -> CacheBuffers:
-        """Some of the tensors, over the same memory."""
-
-    @abstractmethod
     def resized(self, slots: int) -> CacheBuffers:
         """New buffers of another number of slots that begin with these slots; further ones hold zeros.
 
@@ -120,10 +116,6 @@ class NumpyBuffers(CacheBuffers):
     def __init__(self, tensor_types: Sequence[CacheTensorType], arrays: Sequence[Array]) -> None:
         super().__init__(tensor_types)
         self.arrays: Final = tuple(arrays)
-
-    def select(self, indices: Sequence[int]) -> NumpyBuffers:
-        """Some of the arrays themselves."""
-        return NumpyBuffers([self.tensor_types[index] for index in indices], [self.arrays[index] for index in indices])
 
     def from_slot(self, index: int, first: int) -> Array:
         """The array of a tensor as if slot `first` were its first one. Its last `first` slots lie beyond the tensor's

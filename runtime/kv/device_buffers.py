@@ -154,11 +154,6 @@ class DeviceBuffers(CacheBuffers):
         """Free the memory while nothing runs on the device."""
         self._graphs.lock.free(self.values)
 
-    def select(self, indices: Sequence[int]) -> DeviceBuffers:
-        """Some of the tensors themselves."""
-        types, values = [self.tensor_types[index] for index in indices], [self.values[index] for index in indices]
-        return DeviceBuffers(types, values, self._slots, self._graphs)
-
     def resized(self, slots: int) -> DeviceBuffers:
         """New tensors on the device that begin with these slots."""
         larger = self._graphs.new_buffers(self.tensor_types, slots, zeros=False)

@@ -63,7 +63,7 @@ def measure_draft_benefit(bundle: Path, texts: Sequence[TokenArray]) -> DraftBen
     with load(bundle, learned=False) as engine:
         draft = engine.model.drafters.draft_model()
         if draft is None:
-            raise InputError(f"{bundle} has no draft to measure", "export it with --draft or --draft-layers")
+            raise InputError(f"{bundle} has no draft to measure", "export it with --draft")
         chosen = _choose_texts(engine, texts, read_markers(engine.bundle.folder))
         bound = engine.model.new_sequence().bound
         # The draft is not compared after a text's last token, whose successor is unknown.
@@ -85,8 +85,7 @@ def measure_draft_benefit(bundle: Path, texts: Sequence[TokenArray]) -> DraftBen
 def count_agreement(bound: BoundGraph, draft: ModelDrafter, text: Sequence[int], start: int = 0) -> int:
     """Count the tokens of a text, from index `start` on, after which target and draft prefer the same next token.
 
-    Both read the text token by token, as in decoding. A draft on the target's cache finds the target's slots there, and
-    leaves a slot that the target writes over.
+    Both read the text token by token, as in decoding.
 
     Args:
         bound: the target's session; its arena's contents are lost.

@@ -26,22 +26,19 @@ from typing import Final, NamedTuple, TypeAlias
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
 from ...models.draft_heads import HeadKind
-from ...models.graph_variant import DeviceKind
 from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph
-from ..graph.graph_io import CacheMode, GraphIO
+from ..graph.graph_io import GraphIO
 from ..graph.head_session import HeadSession, MedusaSession
 from ..graph.model_metadata import ModelMetadata
-from ..graph.open_graph import graph_to_load, open_gpu_form, open_graph
-from ..graph.packed_files import prepacked_draft_graph
-from ..graph.session import DecoderGraph, GraphSession, SessionConfig
-from ..kv.borrowed import BorrowedArena
+from ..graph.open_graph import open_graph
+from ..graph.session import GraphSession, SessionConfig
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
 from .drafters.draft_model import DraftModel
 from .drafters.interface import ModelDrafter
-from .drafters.target_drafts import HiddenStateHead, LayerSkipDraft, MedusaDraft
+from .drafters.target_drafts import HiddenStateHead, MedusaDraft
 from .pass_cost import PassCost
 from .tree import Source
 
@@ -86,23 +83,19 @@ def place_draft(pair: DraftPair, config: SessionConfig, device: str = "auto") ->
     Args:
         pair: see `find_draft`.
         config: the configuration of the target alone.
-        device: as for `choose_device`; `auto` for the CPU, or the target's device if the draft is part of its bundle.
+        device: as for `choose_device`; `auto` for the CPU, or the target's device for a draft head.
 
     Raises:
         DeviceError: this machine has no such device.
-        InputError: a draft of the target's own layers, or a head over its hidden states, cannot run on another device.
+        InputError: a head over the target's hidden states cannot run on another device.
     """
-    if device != "auto":
-        chosen = choose_device(device)
-    else:
-        at_target = not pair.has_own_files or config.device.kind is DeviceKind.CPU
-        chosen = config.device if at_target else cpu_device()
+    default = cpu_device() if pair.head is None else config.device
+    chosen = default if device == "auto" else choose_device(device)
     if chosen == config.device:
         config, draft_config = share_cores(config, pair.draft)
         return config, PlacedDraft(pair, draft_config)
-    if not pair.has_own_files:
-        kind = "a draft of the model's own layers" if pair.layer_skip else "a draft head"
-        what = f"{kind} runs on its device, {config.device}, and not on {chosen}"
+    if pair.head is not None:
+        what = f"a draft head runs on the model's device, {config.device}, and not on {chosen}"
         raise InputError(what, "leave the draft device out")
     threads = 1 if pair.draft.weight_bytes < _ONE_THREAD_BELOW else config.threads
     # Idle threads that spin would take the cores from what drives the other device.
@@ -134,7 +127,7 @@ def load_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> N
         return lambda: MedusaDraft(session, target.graph_io.vocab_size)
     if pair.head is not None:
         return load_head(pair, config, target)
-    return (load_layer_skip_draft if pair.layer_skip else load_separate_draft)(pair, config, target)
+    return load_separate_draft(pair, config, target)
 
 
 def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], DraftModel]:
@@ -153,35 +146,6 @@ def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTar
     exchange = None if own_prefixes is None else own_prefixes.exchange
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), target)
     return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, exchange)
-
-
-def load_layer_skip_draft(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], LayerSkipDraft]:
-    """Load a draft that is the target without some of its layers, to be attached to the arena of a generation.
-
-    Raises:
-        BundleError: the graph cannot be loaded, or does not match the target's cache or vocabulary.
-    """
-    graph_io, context = target.graph_io, target.context
-    metadata = ModelMetadata(input_vocab=target.bundle.input_vocab)
-    session: DecoderGraph
-    if config.device.kind is DeviceKind.GPU:
-        session = open_gpu_form(pair.draft, config, metadata, cache=target.cache)
-    else:
-        graph = prepacked_draft_graph(pair.draft.graph, graph_to_load(target.bundle, config, cache=target.cache))
-        session = GraphSession(graph, config, metadata)
-    own, target_places = session.graph_io, {tensor.past: place for place, tensor in enumerate(graph_io.cache)}
-    places = [target_places.get(tensor.past, -1) for tensor in own.cache]
-    same = all(
-        place >= 0 and graph_io.tensor_types[place] == tensor_type
-        for place, tensor_type in zip(places, own.tensor_types, strict=True)
-    )
-    if not same or own.cache_mode is not CacheMode.IN_PLACE or graph_io.cache_mode is not CacheMode.IN_PLACE:
-        raise BundleError(f"{pair.draft.graph} does not run on the cache of {target.bundle.graph}", _HINT)
-    _check_vocab(pair, own.vocab_size, graph_io.vocab_size)
-    cost = _pass_cost(pair.draft, config, session.bind(session.arena(context)), target)
-    return lambda: LayerSkipDraft(
-        session.bind(BorrowedArena(own.tensor_types, places, context)), cost, graph_io.vocab_size, pair.target_ids
-    )
 
 
 def load_head(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], HiddenStateHead]:

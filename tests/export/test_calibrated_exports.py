@@ -156,12 +156,6 @@ def test_a_mixed_export_of_experts_from_the_command_line(tmp_path: Path) -> None
         export_checkpoint(source, tmp_path / "again", ExportRecipe(plan=tmp_path / "two.toml", **TEXT))
 
 
-def test_drafts_of_their_own_layers_are_refused_for_experts(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "checkpoint", "qwen3_moe")
-    with pytest.raises(InputError, match="qwen3_moe models, which have experts"):
-        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(draft_layers="auto"))
-
-
 def test_a_mixed_export_is_within_its_budget_and_writes_its_plan(
     checkpoint: Path, tmp_path: Path, own_cache: Path
 ) -> None:
@@ -251,13 +245,12 @@ def test_an_interrupted_search_goes_on_where_it_was(
     assert not left.exists()
 
 
-@pytest.mark.parametrize("own_layers", [False, True], ids=["separate checkpoint", "own layers"])
 @pytest.mark.parametrize("vocabulary", some_nightly([150, None, "auto"], every=3))
 def test_a_draft_does_not_change_the_text(
-    checkpoint: Path, draft: Path, tmp_path: Path, own_layers: bool, vocabulary: int | str | None
+    checkpoint: Path, draft: Path, tmp_path: Path, vocabulary: int | str | None
 ) -> None:
-    made_of: dict[str, Any] = {"draft_layers": "auto"} if own_layers else {"draft": draft}
-    done = export_checkpoint(checkpoint, tmp_path / "bundle", ExportRecipe(draft_vocab=vocabulary, **made_of, **TEXT))
+    recipe = ExportRecipe(draft=draft, draft_vocab=vocabulary, **TEXT)
+    done = export_checkpoint(checkpoint, tmp_path / "bundle", recipe)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert bool(manifest.draft.d2t) == (vocabulary == 150) or vocabulary == "auto"
     assert answer(tmp_path / "bundle") == answer(tmp_path / "bundle", draft=None)

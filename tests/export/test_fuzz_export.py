@@ -111,7 +111,7 @@ def _recipe(choice: random.Random, sources: Path, place: Path, seed: int) -> lis
     words = ("fp32", "int8", "int2", "mixed", "auto", "rtn", "k-quant", "genai", "edge", "", "x")
     options: dict[str, tuple[str, ...]] = {
         **dict.fromkeys(("--block", "--context", "--time-limit", "--bandwidth", "--seed", "--draft-vocab"), numbers),
-        **dict.fromkeys(("--weights", "--head", "--method", "--layout", "--draft-weights", "--draft-layers"), words),
+        **dict.fromkeys(("--weights", "--head", "--method", "--layout", "--draft-weights"), words),
         "--budget": ("3.5bpw", "0bpw", "-1MB", "nanbpw", "1e999ms", "9ms@0", "x", ""),
         "--draft": (str(sources / "checkpoint"), "nothing", str(place), "/dev/null"),
         "--work": (str(place / "work"), "/dev/null/x", ""),

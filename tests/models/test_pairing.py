@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import edgerun
 from edgerun import BundleError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import bundled_folder
@@ -224,6 +225,16 @@ def test_a_map_of_offsets_is_read(tiny_bundle: Path, tmp_path: Path) -> None:
     for asked in ("auto", draft):
         found = find_draft(open_bundle(target), asked)
         assert found.target_ids.tolist() == [5, 6, 9]
+
+
+def test_a_bundle_with_a_draft_of_its_own_layers_runs_without_it(tiny_bundle: Path, tmp_path: Path) -> None:
+    target = copied(tiny_bundle, tmp_path / "target")
+    manifest = json.loads((target / "edge.json").read_text(encoding="utf-8"))
+    manifest["draft"] = {"path": ".", "graph": "draft.onnx", "skips": ["1.attention"]}
+    (target / "edge.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with edgerun.load(target) as engine, edgerun.load(tiny_bundle) as plain:
+        assert engine.generate("ab", max_tokens=8).text == plain.generate("ab", max_tokens=8).text
+        assert engine.model.drafters.draft_model() is None
 
 
 def test_a_draft_with_another_vocabulary_is_not_named(tiny_bundle: Path, tmp_path: Path) -> None:

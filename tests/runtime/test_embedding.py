@@ -20,7 +20,6 @@ from edgerun.export import FP32, INT8, ExportRecipe, export_checkpoint
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
-from edgerun.export.drafts.skipped_layers import without
 from edgerun.models.manifest import GraphLayout
 from support.layout_reference import Decoder
 from support.layouts import LAYOUTS, write_layout
@@ -86,12 +85,6 @@ def test_hidden_states_change_neither_weights_nor_answers(tiny_bundle: Path, bun
     assert (bundle / "model.onnx.data").read_bytes() == (tiny_bundle / "model.onnx.data").read_bytes()
     with edgerun.load(bundle, threads=1) as engine, edgerun.load(tiny_bundle, threads=1) as other:
         assert engine.generate("the other", max_tokens=20).text == other.generate("the other", max_tokens=20).text
-
-
-def test_a_draft_of_the_models_own_layers_has_no_hidden_states(bundle: Path) -> None:
-    draft = without(onnx.load(bundle / "model.onnx", load_external_data=False), ())
-    assert [value.name for value in draft.graph.output if not value.name.startswith("present")] == ["logits"]
-    assert "hidden_states" not in {node.output[0] for node in draft.graph.node}
 
 
 def test_answers_and_embeddings_do_not_disturb_each_other(bundle: Path) -> None:

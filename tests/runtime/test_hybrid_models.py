@@ -105,8 +105,8 @@ def test_a_saved_session_that_lacks_a_state_is_refused(bundle: Path, tmp_path: P
 
 
 GENAI = (ExportRecipe(INT4, layout=GraphLayout.GENAI), "--layout genai")
-DRAFT = (ExportRecipe(INT4, draft_layers="auto"), "--draft")
-HYBRID_REFUSALS = (DRAFT, GENAI, (ExportRecipe(INT4, device="gpu"), "--device gpu"))
+DRAFT = (ExportRecipe(INT4, draft="checkpoint"), "--draft")
+HYBRID_REFUSALS = (GENAI, (ExportRecipe(INT4, device="gpu"), "--device gpu"))
 LAYERS = {
     "lfm2": ("convolution layers", HYBRID_REFUSALS),
     "qwen3_5_text": ("linear attention layers", HYBRID_REFUSALS),
@@ -127,8 +127,9 @@ LAYERS = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_exports_that_it_cannot_have_are_refused(
-    tmp_path: Path, family: str, layers: str, recipe: ExportRecipe, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: str, recipe: ExportRecipe, message: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where the draft of some recipes is
     source = write_checkpoint(tmp_path / "checkpoint", family)
     with pytest.raises(InputError, match=f"{message}.*{family} models, which have {layers}"):
         export_checkpoint(source, tmp_path / "bundle", recipe)

@@ -1,4 +1,4 @@
-"""Drafts from what the target has computed: draft heads, Medusa heads, and the target's own layers.
+"""Drafts from what the target has computed: draft heads and Medusa heads.
 
 An EAGLE-3 head, or a multi-token-prediction module, pairs the target's features of each token with the token after it,
 and predicts the token after that. So a sequence whose last token, the anchor, has not been run has a pair for every
@@ -12,11 +12,6 @@ tokens back, and follows the sequence wherever that goes: fewer tokens mean wors
 
 Medusa heads read the target's last hidden state before the anchor, so one run a round serves every path: head k
 proposes what follows k draft tokens.
-
-A draft of the target's own layers uses its KV cache. The target has prefilled the sequence already, and its cache
-slots are at least as good as the draft model's own would be. So the draft model needs no prefill; a round costs it one
-pass for the last token and one for each further draft token. Slots of accepted draft tokens are not kept: the pass
-that verified them has overwritten them with the target's.
 """
 
 from __future__ import annotations
@@ -27,10 +22,8 @@ from typing import Final
 
 import numpy as np
 
-from ...graph.bound_graph import BoundGraph
 from ...graph.head_session import HeadSession, MedusaSession
-from ...kv.arena import InPlaceArena, KVArena, shared_tokens
-from ...kv.borrowed import BorrowedArena
+from ...kv.arena import KVArena, shared_tokens
 from ...kv.features import FeatureSlots
 from ..pass_cost import PassCost
 from ..tree import Source
@@ -256,37 +249,3 @@ class MedusaDraft(ModelDrafter):
         ids, probabilities = (each[len(path)] for each in self._found)
         known = ids < self._target_vocab
         return TopTokens(tuple(ids[known][:count].tolist()), tuple(probabilities[known][:count].tolist()))
-
-
-class LayerSkipDraft(DraftModel):
-    """A `DraftModel` without cache slots of its own; `attach` sets the arena that it borrows.
-
-    Args:
-        bound: session of the model, over a `BorrowedArena`.
-        cost: as for `DraftModel`.
-        target_vocab: as for `DraftModel`.
-        target_ids: as for `DraftModel`.
-    """
-
-    def __init__(self, bound: BoundGraph, cost: PassCost, target_vocab: int, target_ids: Int32 | None = None) -> None:
-        super().__init__(bound, cost, target_vocab, target_ids)
-        assert isinstance(bound.arena, BorrowedArena)  # noqa: S101  loaded with one
-        self._borrowed: Final = bound.arena
-
-    def attach(self, arena: KVArena) -> None:
-        """Borrow the slots of the target's `arena`, which holds the sequence from now on."""
-        assert isinstance(arena, InPlaceArena)  # noqa: S101  checked when it was loaded
-        self._borrowed.borrow(arena)
-        self._stale = True
-
-    def reset(self, token_ids: Sequence[int]) -> None:
-        """Replace the sequence."""
-        self._token_ids = list(token_ids)
-        self._stale = True
-
-    def _commit_accepted(self) -> None:
-        """Continue behind the slots that the target has of the sequence."""
-        if self._stale:
-            self._drop_draft()
-            self._borrowed.sync_length(len(self._token_ids) - 1)
-            self._stale = False

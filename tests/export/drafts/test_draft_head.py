@@ -153,7 +153,7 @@ def test_quantized_heads_pass_their_check(checkpoint: Path, tmp_path: Path, weig
     head = write_eagle_head(tmp_path / "head", tiny_config(**TARGET))
     bundle = open_bundle(export(checkpoint, head, tmp_path / "bundle", weight_format))
     pair = find_draft(bundle)
-    assert (pair.head, pair.name, pair.has_own_files) == (HeadKind.EAGLE, "eagle head", False)
+    assert (pair.head, pair.name) == (HeadKind.EAGLE, "eagle head")
     assert pair.target_ids is not None
     offsets = eagle_weights(eagle_config(tiny_config(**TARGET)))["d2t"]
     np.testing.assert_array_equal(pair.target_ids, np.arange(200) + offsets)

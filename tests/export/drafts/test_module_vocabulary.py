@@ -184,7 +184,6 @@ def test_sizes_are_refused_before_anything_slow(source: Path, tmp_path: Path) ->
     [
         (("--draft-vocab", "0"), "--draft-vocab must be a positive number of tokens, not '0'; give such a"),
         (("--draft", "mtp", "--draft-vocab", "many"), "--draft-vocab must be a positive number of tokens, not 'many'"),
-        (("--draft", "mtp", "--draft-layers", "auto"), "--draft-layers has no effect on --draft mtp"),
         (("--draft", "none", "--draft-vocab", "100"), "--draft-vocab has no effect on --draft none"),
         (("--draft", "none", "--draft-weights", "int8"), "--draft-weights has no effect on --draft none"),
         (("--draft", "mtp", "--device", "gpu"), "on the CPU"),

@@ -194,11 +194,14 @@ def test_an_edge_run_bundle_is_downloaded_with_its_draft(hub: HubServer, tiny_bu
     assert hub.bodies().count(tokenizer) == 1
 
 
-def test_a_layer_skip_draft_is_downloaded_with_its_target(hub: HubServer, tiny_bundle: Path) -> None:
+def test_a_draft_head_is_downloaded_with_its_target(hub: HubServer, tiny_bundle: Path) -> None:
     manifest = json.loads((tiny_bundle / "edge.json").read_text(encoding="utf-8"))
     draft = (tiny_bundle / "model.onnx").read_bytes()
     digest = {"bytes": len(draft), "sha256": hashlib.sha256(draft).hexdigest()}
-    named = {"draft": {"path": ".", "graph": "draft.onnx"}, "files": {**manifest["files"], "draft.onnx": digest}}
+    named = {
+        "draft": {"path": ".", "graph": "draft.onnx", "head": "eagle"},
+        "files": {**manifest["files"], "draft.onnx": digest},
+    }
     files = {**files_of(tiny_bundle), "draft.onnx": draft, "edge.json": json.dumps({**manifest, **named}).encode()}
     hub.repo("org/own", {**files, "notes.txt": b"-"})
     assert names(fetch_model(HubId("org/own")).folder) == set(files)

@@ -10,7 +10,6 @@ import pytest
 
 import edgerun
 from edgerun.export import INT4, ExportRecipe, export_checkpoint
-from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
 from support.devices import require_python, require_qnn, run_edge_run, run_json_script
 from support.shared_data import data_path
 from support.static_bundles import greedy_text, static_graphs, write_static_bundle
@@ -22,11 +21,9 @@ PROMPT = "the cat sat"
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama for passes of 1 and of 4 tokens, over 16 and 64 cached ones, with a draft that only the CPU can use."""
+    """A llama for passes of 1 and of 4 tokens, over 16 and 64 cached ones."""
     require_qnn()
-    folder = write_static_bundle(tmp_path_factory.mktemp("npu"), widths=(1, 4), contexts=(16, 64))
-    write_layer_skip_draft(folder, (SubLayer(1, SubLayerKind.ATTENTION),))
-    return folder
+    return write_static_bundle(tmp_path_factory.mktemp("npu"), widths=(1, 4), contexts=(16, 64))
 
 
 def run(call: str, *arguments: object, cache: Path | None = None) -> Any:

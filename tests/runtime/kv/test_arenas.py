@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from edgerun import ContextError
 from edgerun.runtime.kv.arena import InPlaceArena, KVArena
-from edgerun.runtime.kv.borrowed import BorrowedArena
 from edgerun.runtime.kv.buffers import CacheTensorType, NumpyBuffers
 from edgerun.runtime.kv.device_buffers import DeviceBuffers, SlotGraphs
 from edgerun.runtime.kv.growing import GrowingArena
@@ -39,33 +38,15 @@ def static(tensor_types: tuple[CacheTensorType, ...], limit: int) -> InPlaceAren
     return InPlaceArena(tensor_types, limit, capacities=(16, 100, 1000))
 
 
-class WithOwner(BorrowedArena):
-    """A borrowed arena over all tensors but the first of an owner of its own."""
-
-    new_owner: Callable[..., InPlaceArena] = InPlaceArena
-
-    def __init__(self, tensor_types: tuple[CacheTensorType, ...], limit: int) -> None:
-        super().__init__(tensor_types, range(1, len(tensor_types) + 1), limit)
-        self.owner = self.new_owner((FLOAT32_4D, *tensor_types), limit)
-        self.borrow(self.owner)
-
-
-class WithDeviceOwner(WithOwner):
-    """A borrowed arena over some tensors of a device arena."""
-
-    new_owner = staticmethod(on_device)
-
-
 ARENAS: tuple[Callable[[tuple[CacheTensorType, ...], int], KVArena], ...] = (
-    *(InPlaceArena, GrowingArena, WithOwner),
-    *(on_device, WithDeviceOwner, static),
+    *(InPlaceArena, GrowingArena, on_device, static),
 )
 
 
 def write(arena: KVArena, numbers: npt.NDArray[np.int64]) -> None:
     """Write uncommitted slots that hold these numbers everywhere, as a pass would."""
     arena.reserve(numbers.size)
-    if isinstance(arena, InPlaceArena | BorrowedArena):
+    if isinstance(arena, InPlaceArena):
         buffers = arena.buffers
         assert isinstance(buffers, NumpyBuffers | DeviceBuffers)
         copied = isinstance(buffers, DeviceBuffers)

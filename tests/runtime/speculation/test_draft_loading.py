@@ -15,6 +15,7 @@ from edgerun import BundleError, DeviceError, InputError
 from edgerun.edge.cli.main import main
 from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.models.bundle import Bundle, open_bundle
+from edgerun.models.draft_heads import HeadKind
 from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.pairing import DraftPair, name_draft, pair
 from edgerun.runtime.devices.providers import Device, choose_device
@@ -144,13 +145,13 @@ def test_a_draft_takes_turns_on_the_targets_device_and_overlaps_elsewhere(tiny_b
         assert placed == PlacedDraft(found, replace(cpu, threads=1, shares_cores=True), overlaps=True)
 
 
-def test_a_draft_of_the_targets_own_layers_runs_where_the_target_runs(tiny_bundle: Path) -> None:
+def test_a_draft_head_runs_where_the_target_runs(tiny_bundle: Path) -> None:
     target = open_bundle(tiny_bundle)
-    own = DraftPair(target, None, layer_skip=True)
+    own = DraftPair(target, None, HeadKind.EAGLE)
     gpu = SessionConfig(Device("WebGpuExecutionProvider", DeviceKind.GPU, "test"))
     config, placed = place_draft(own, gpu)
     assert (config.device, placed.config.device, placed.overlaps) == (gpu.device, gpu.device, False)
-    with pytest.raises(InputError, match="own layers runs on its device, WebGpu, and not on CPU"):
+    with pytest.raises(InputError, match="a draft head runs on the model's device, WebGpu, and not on CPU"):
         place_draft(own, gpu, "cpu")
 
 

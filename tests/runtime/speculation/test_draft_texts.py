@@ -17,7 +17,6 @@ pytest.importorskip("onnx", reason="needs the export extra")
 from edgerun import Engine, GenerateOptions
 from edgerun.edge.cli.main import main
 from edgerun.export import INT4
-from edgerun.export.drafts.skipped_layers import SubLayer, SubLayerKind, write_layer_skip_draft
 from edgerun.export.drafts.trimmed_head import trim_own_draft, write_trimmed
 from edgerun.models.bundle import open_bundle
 from edgerun.models.pairing import find_draft, name_draft
@@ -63,12 +62,6 @@ def with_trimmed_draft(folder: Path) -> Path:
     return paired(bundle, lambda place: write_trimmed(open_bundle(bundle), place, TRIMMED))
 
 
-def with_skipped_layers(folder: Path) -> Path:
-    bundle = write_bundle(folder, num_hidden_layers=6, max_position_embeddings=600)
-    write_layer_skip_draft(bundle, [SubLayer(2, kind) for kind in SubLayerKind])
-    return bundle
-
-
 def trimmed(bundle: Path) -> Path:
     trim_own_draft(bundle, TRIMMED)
     return bundle
@@ -80,8 +73,6 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "jacobi": ("jacobi", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "few slots": ("sparse", lambda folder: write_bundle(folder, max_position_embeddings=600)),
     "trimmed head": ("model", with_trimmed_draft),
-    "layers of the target": ("model", with_skipped_layers),
-    "layers of the target, trimmed head": ("model", lambda folder: trimmed(with_skipped_layers(folder))),
     "hybrid": ("model", lambda folder: separate(folder, "llama", "qwen3_5_text", "linear_attention", "full_attention")),
     "hybrid pair": ("model", lambda folder: separate(folder, "lfm2", "lfm2", "conv", "full_attention")),
     "EAGLE-3": ("eagle", lambda folder: export_with_eagle_head(folder).bundle),
