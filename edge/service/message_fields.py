@@ -36,17 +36,11 @@ _MAKERS: Final[Mapping[str, Callable[[Any], ResponseFormat]]] = {
 """What makes the format of a field, by its name; the names may begin with `guided_`."""
 
 
-class CacheBreakpoint(StrictStruct):
-    """Where OpenAI's prompt cache may end a prefix; edge-run's finds the longest prefix by itself."""
-
-    mode: str | None = None
-
-
 class TextPart(StrictStruct, tag_field="type", tag="text"):
     """A part of a message's content."""
 
     text: Annotated[str, about("The text of the part.")]
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class ImageUrl(StrictStruct):
@@ -60,7 +54,7 @@ class ImagePart(StrictStruct, tag_field="type", tag="image_url"):
     """An image, for a model that was exported with its vision tower."""
 
     image_url: ImageUrl
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 Content: TypeAlias = str | list[TextPart | ImagePart]

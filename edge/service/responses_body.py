@@ -20,7 +20,6 @@ from .generation_fields import (
 )
 from .message_fields import (
     MAX_MESSAGES,
-    CacheBreakpoint,
     FlatJsonSchemaFormat,
     FunctionDefinition,
     JsonObjectFormat,
@@ -39,7 +38,7 @@ class InputText(StrictStruct, tag_field="type", tag="input_text"):
     """A part of what a user says."""
 
     text: str
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class InputImage(StrictStruct, tag_field="type", tag="input_image"):
@@ -48,7 +47,7 @@ class InputImage(StrictStruct, tag_field="type", tag="input_image"):
     image_url: Annotated[str, about("A data: URL in base64; a server with --allow-image-urls fetches others.")]
     detail: Annotated[str | None, about("Accepted; the model's own resolution is used.")] = None
     file_id: Annotated[None, about("Not supported: files are not stored.")] = None
-    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class OutputText(StrictStruct, tag_field="type", tag="output_text"):

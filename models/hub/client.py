@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,17 +50,6 @@ class ConnectionFailedError(HubError):
 
 class OfflineError(HubError):
     """The environment forbids requests to the hub."""
-
-
-@dataclass(frozen=True)
-class FoundModel:
-    """A repository that a search found."""
-
-    repo: str
-    downloads: int
-    """Downloads of the last 30 days."""
-    bytes: int | None
-    """Bytes of all of its files, in all variants; None where the hub does not say."""
 
 
 def is_offline() -> bool:
@@ -116,8 +104,12 @@ def list_repository(id_: HubId) -> Listing:
     return listing
 
 
-def search_models(words: str, limit: int) -> list[FoundModel]:
+def search_models(words: str, limit: int) -> list[dict[str, Any]]:
     """Repositories of language models with ONNX files whose names contain the words, most downloaded first.
+
+    Returns:
+        For each its `repo`, its `downloads` in the last 30 days, and the `bytes` of all of its files, in all variants;
+        None where the hub does not say.
 
     Raises:
         OfflineError: the environment forbids requests to the hub.
@@ -136,7 +128,10 @@ def search_models(words: str, limit: int) -> list[FoundModel]:
             url = f"{endpoint()}/api/models"
             response = get_session().get(url, params=asked, headers=headers, timeout=_REQUEST_S)
             hf_raise_for_status(response)
-            return [FoundModel(each["id"], each["downloads"], each.get("usedStorage")) for each in response.json()]
+            return [
+                {"repo": each["id"], "downloads": each["downloads"], "bytes": each.get("usedStorage")}
+                for each in response.json()
+            ]
         except HfHubHTTPError as error:
             hint = "try again in a while"
             raise HubError(f"the hub refused the search (status {error.response.status_code})", hint) from error

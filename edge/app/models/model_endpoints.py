@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -109,7 +108,7 @@ class ModelServices:
         words = query.get("q", "").strip()
         if not words:
             raise InputError("there is nothing to search for", "type a part of a model's name")
-        return {"found": [asdict(each) for each in search_models(words, _MOST_FOUND)]}
+        return {"found": search_models(words, _MOST_FOUND)}
 
     def compare(
         self,
