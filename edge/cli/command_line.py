@@ -47,6 +47,7 @@ _MODULES: Final = {
     "ps": "models",
     "stop": "models",
     "doctor": "devices",
+    "control-vector": "train_draft",
     "mcp": "rpc",
     "pull": "models",
     "complete": "run",

@@ -1,4 +1,4 @@
-"""`edge-run train-draft TARGET OUT`: trains a draft model or an EAGLE-3 head for a target."""
+"""`edge-run train-draft` and `edge-run control-vector`: what is made for a model from its answers or hidden states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from .shared_options import AsJson, OptionsOf, takes_options
 if TYPE_CHECKING:  # PyTorch is an extra
     from ...export.draft_training.request import DraftTrainingRequest
     from ...export.draft_training.target_data import PromptConversation
-
+from ...runtime.arguments.load_options import MEASURING_OPTIONS
+from ...runtime.engine_loading import load as open_model
+from ...runtime.graph.session import SessionConfig
+from ...runtime.options import GenerateOptions
 
 _TRAIN: Final = OptionsOf(DraftTrainingOptions())
+_LOAD: Final = OptionsOf(MEASURING_OPTIONS.changed({"device": "cpu", "draft": "none"}), only=("threads", "tokenizer"))
+_PROMPT: Final = OptionsOf(GenerateOptions(), only=("raw", "system"))
 
 
 @takes_options(_TRAIN, offline=True)
@@ -141,3 +146,38 @@ def _said(row: dict[str, Any], path: Path, number: int) -> tuple[tuple[str, ...]
     if not by_role["user"]:
         raise InputError(f"{path}, row {number}: no message of a user", "give messages with role and content")
     return tuple(by_role["user"]), "\n".join(by_role["system"]) or None
+
+
+@takes_options(_PROMPT, _LOAD)
+def control_vector(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder that edge-run has exported.")],
+    positive: Annotated[Path, typer.Argument(metavar="POSITIVE", help="Prompts, one a line, to steer towards.")],
+    negative: Annotated[Path, typer.Argument(metavar="NEGATIVE", help="Their opposites, in the same order.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The GGUF file to write.")],
+    **given: Any,
+) -> None:
+    """Make a control vector: the mean difference of a model's hidden states after pairs of prompts.
+
+    The file works with --control-vector of edge-run and of llama.cpp.
+
+    Example: edge-run control-vector my-model calm.txt excited.txt calm.gguf
+    """
+    from ...runtime.steering.control_vectors import mean_differences, write_control_vector
+
+    options = _PROMPT.record(given)
+    texts = [[line for line in read_text(path).splitlines() if line.strip()] for path in (positive, negative)]
+    if len(texts[0]) != len(texts[1]):
+        what = f"{positive} has {len(texts[0])} prompts, and {negative} has {len(texts[1])}"
+        raise InputError(what, "give pairs, one prompt a line")
+    with open_model(model, _LOAD.record(given)) as engine:
+
+        def encoded(text: str) -> Sequence[int]:
+            if options.raw:
+                return engine.tokenizer.encode(text, add_special_tokens=True)
+            return engine.chat_prompt(text, options).ids
+
+        pairs = [(encoded(one), encoded(other)) for one, other in zip(*texts, strict=True)]
+        directions = mean_differences(engine.bundle, SessionConfig(engine.device, engine.threads), pairs)
+    write_control_vector(out, directions)
+    write_line(f"{out}: {len(directions)} layers, from {len(pairs)} pairs of prompts")
+    write_line(f"to use it: edge-run {model} --control-vector NAME={out} --control NAME")

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ...errors import ConversationError
 from ...models.user_text import on_one_line
 from ...runtime.images.decoding import kept_image
+from ...runtime.tools.calls import ToolCall, assistant_message
 
 _Record = TypeVar("_Record")
 NOT_MADE: Final = "error: this call was not made"
@@ -107,18 +108,12 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def messages(self) -> list[dict[str, Any]]:
         """The round in the form of OpenAI's chat API: the answer, then the results of its calls."""
         reasoning, text = split_reasoning(self.text)
-        answer: dict[str, Any] = {"role": "assistant", "content": text}
-        if reasoning:
-            answer["reasoning_content"] = reasoning
-        answer["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.calls
-        ]
+        calls = [ToolCall(call.id, call.name, call.arguments) for call in self.calls]
         results = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": call.result or NOT_MADE}
             for call in self.calls
         ]
-        return [answer, *results]
+        return [assistant_message(text, reasoning, calls), *results]
 
 
 def records_of(kind: type[_Record], value: Any) -> tuple[_Record, ...]:

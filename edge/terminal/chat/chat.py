@@ -41,8 +41,17 @@ from ..answer_report import show_rounds, stats_line
 from ..interrupt import Interrupts
 from ..output import SafeConsole, can_draw, waiting_shown, write_out
 from .answer_view import AnswerMarkdown, MarkdownView, RawView
-from .chat_conversation import ChatAnswer, ChatConversation
-from .chat_model import INTRODUCTION, NO_CHAT, ChatModel, is_bundled, is_here, model_name_of, short_name
+from .chat_conversation import (
+    INTRODUCTION,
+    NO_CHAT,
+    ChatAnswer,
+    ChatConversation,
+    ChatModel,
+    is_bundled,
+    is_here,
+    model_name_of,
+    short_name,
+)
 from .prompt_reader import CONTINUATION, PROMPT, PlainReader
 
 if TYPE_CHECKING:  # a plain prompt needs none of it

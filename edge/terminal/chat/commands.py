@@ -25,7 +25,7 @@ from ...documents.document_index import with_index
 from ...documents.retrieval import passage_encoder
 from ..output import can_draw, set_clipboard, waiting_shown
 from .chat import Chat
-from .chat_model import INTRODUCTION, is_bundled, local_models, model_name_of
+from .chat_conversation import INTRODUCTION, is_bundled, local_models, model_name_of
 from .prompt_reader import Command, command
 
 TABLE_WIDTH: Final = 60

@@ -28,8 +28,7 @@ from ...tools.tool_settings import configured_servers
 from ..interrupt import Interrupts
 from ..output import can_draw, write_warning
 from .chat import Chat
-from .chat_conversation import ChatConversation
-from .chat_model import ChatModel, OpenModel, is_here, source_of
+from .chat_conversation import ChatConversation, ChatModel, OpenModel, is_here, source_of
 from .commands import TABLE_WIDTH, MessageCommands, listed_number, typed_path
 from .prompt_reader import command, keys_kept_for_the_prompt
 

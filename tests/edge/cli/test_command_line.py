@@ -21,7 +21,7 @@ from edgerun.edge.cli import run as run_module
 from edgerun.edge.cli.command_line import COMMANDS
 from edgerun.edge.cli.main import main
 from edgerun.edge.service.offered_models import OfferedModels
-from edgerun.edge.terminal.chat.chat_model import local_models
+from edgerun.edge.terminal.chat.chat_conversation import local_models
 from support.commands import Capture, Patch, Screen, fails, json_of, output_of, standard_input
 from support.processes import EDGE_RUN, started
 from support.scripted_model import write_calling_bundle

@@ -17,7 +17,7 @@ pytest.importorskip("onnx", reason="needs the export extra")
 
 import edgerun
 from edgerun.edge.cli.main import main
-from edgerun.edge.terminal.chat.chat_model import local_models
+from edgerun.edge.terminal.chat.chat_conversation import local_models
 from support.commands import Capture, Patch, fails, json_of, output_of
 from support.encoders import write_encoder
 from support.hub_server import HubServer, files_of, own_hub, sha256

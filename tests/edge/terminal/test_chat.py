@@ -17,7 +17,7 @@ from edgerun.edge.cli.run import RunOptions
 from edgerun.edge.conversations.records import Attachment, Role
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.terminal.chat.chat import Chat
-from edgerun.edge.terminal.chat.chat_model import ChatModel
+from edgerun.edge.terminal.chat.chat_conversation import ChatModel
 from edgerun.edge.terminal.interrupt import Interrupts
 from edgerun.edge.tools.call_rounds import CallingAnswer
 from edgerun.errors import DeviceError, EdgeError
