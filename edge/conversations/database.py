@@ -138,7 +138,7 @@ class ConversationDatabase:
                 except _ReplacedError:
                     continue
                 except sqlite3.DatabaseError as error:
-                    if not _is_damage(error):
+                    if not is_damage(error):
                         raise
                     self._set_aside()
             return work(self._connected())
@@ -332,6 +332,7 @@ def _code(error: sqlite3.Error) -> int | None:
     return None if code is None else code & 0xFF
 
 
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether an error says that the file is damaged."""
     code = _code(error)
     return str(error).startswith("Could not decode to UTF-8") if code is None else code in _DAMAGED

@@ -27,6 +27,7 @@ from ...models.regular_file import open_regular
 from ...models.user_folders import cache_folder, make_private_file, make_private_folder
 from ...runtime.encoders.encoder import Encoder
 from ...runtime.prefill import never
+from ..conversations.database import is_damage
 from ..conversations.records import Passage
 from .document_text import document_text, split_passages
 
@@ -71,7 +72,6 @@ _EMBEDDED: Final = 16
 """Passages whose vectors are made in one transaction, which other processes wait for if they write, too."""
 _COMPARED: Final = 4_096
 """Vectors that are in memory at a time."""
-_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _BUSY_S: Final = 30.0
 _KEPT_S: Final = 30 * 86_400
 _KEPT: Final = re.compile(r"[0-9a-f]{32}(-[0-9]+\.sqlite3)?")
@@ -305,7 +305,7 @@ def with_index(root: Path, work: Callable[[DocumentIndex], _Result]) -> _Result:
             with DocumentIndex(root) as index:
                 return work(index)
         except sqlite3.DatabaseError as error:
-            if (getattr(error, "sqlite_errorcode", 0) & 0xFF) not in _DAMAGED:
+            if not is_damage(error):
                 raise
             _remove(path)
             with DocumentIndex(root) as index:
