@@ -57,27 +57,20 @@ class SafeConsole(Console, RenderHook):
 
 
 class _Filtered:
-    """Renders another renderable with its text filtered."""
+    """Renders another renderable with its text filtered; or its last lines, as many as the terminal has room for."""
 
-    def __init__(self, renderable: ConsoleRenderable) -> None:
+    def __init__(self, renderable: ConsoleRenderable, *, last_lines: bool = False) -> None:
         self._renderable = renderable
+        self._last_lines = last_lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for segment in console.render(self._renderable, options):
+        segments = console.render(self._renderable, options)
+        if self._last_lines:
+            lines = console.render_lines(self._renderable, options.update(height=None), pad=False)
+            shown = lines[-max(console.height - 1, 1) :]
+            segments = (segment for line in shown for segment in (*line, Segment.line()))
+        for segment in segments:
             yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
-
-
-class _LastLines:
-    """Renders the last lines of another renderable, as many as the terminal has room for."""
-
-    def __init__(self, renderable: ConsoleRenderable) -> None:
-        self._renderable = renderable
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self._renderable, options.update(height=None), pad=False)
-        for line in lines[-max(console.height - 1, 1) :]:
-            yield from line
-            yield Segment.line()
 
 
 class LiveView:
@@ -101,7 +94,7 @@ class LiveView:
     def show(self, renderable: ConsoleRenderable) -> None:
         """Draw this in place of what was drawn before: its last lines, if it is higher than the terminal."""
         # The hook of a console does not see what its live display shows.
-        self._live.update(_Filtered(_LastLines(renderable)), refresh=True)
+        self._live.update(_Filtered(renderable, last_lines=True), refresh=True)
 
     def __enter__(self) -> LiveView:
         self._live.start()
