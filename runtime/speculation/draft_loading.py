@@ -197,7 +197,7 @@ def _check_vocab(pair: DraftPair, vocab: int, target_vocab: int) -> None:
     Raises:
         BundleError: it has neither, or the map does not fit.
     """
-    ids, draft, own = pair.target_ids, f"the draft {pair.draft.folder}", pair.has_own_files
+    ids, draft, own = pair.target_ids, f"the draft {pair.draft.folder}", pair.head is None
     problem = ""
     if ids is None:
         if vocab != target_vocab and not (own and vocab >= min(target_vocab, pair.token_count)):
