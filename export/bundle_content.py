@@ -14,7 +14,7 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .checkpoint.source import ModelSource
 from .graph.inputs_outputs import DraftFeatures
-from .npu.integer_linears import IntegerLinears
+from .npu.npu_weights import IntegerLinears
 from .npu.static_shapes import StaticShape
 
 

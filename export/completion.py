@@ -33,10 +33,10 @@ from .bundle_writer import write_bundle
 from .calibration.calibration_text import CalibrationText
 from .calibration.divergence import Divergence
 from .calibration.prepare import CalibratedModel
-from .check.static_parity import StaticContractSession
 from .checkpoint.config import DecoderConfig
 from .checkpoint.layer_weights import QuantPlan
 from .drafts.make_draft import make_draft
+from .npu.static_decoder import static_logits
 from .quantization.methods import FP32
 from .recipe import ExportRecipe
 from .report.compared_plans import PlanComparison
@@ -154,7 +154,8 @@ def integer_graphs_note(folder: Path, content: BundleContent, model: CalibratedM
         return f"graphs for NPUs: not measured, as none has a context of {longest} tokens"
     # Sorted by context, then by width.
     fastest = [shape for shape in shapes if shape.capacity == shapes[0].capacity][-1]
-    found = model.evaluator.divergence_of(StaticContractSession(folder / fastest.file).logits_of)
+    logits = static_logits(folder, fastest)
+    found = model.evaluator.divergence_of(lambda tokens, rows: logits(tokens)[rows])
     return f"graphs for NPUs: mean KL {found.mean_kl:#.3g}, top-1 agreement {found.top1_agreement:.1%} on held-out text"
 
 

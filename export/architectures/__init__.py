@@ -6,12 +6,11 @@ from typing import Final
 from ...errors import CheckpointError
 from .family import Family
 from .gemma import FAMILIES as GEMMA
-from .gpt_oss import FAMILIES as GPT_OSS
-from .hybrids import FAMILIES as HYBRIDS
 from .llama import FAMILIES as LLAMA
+from .other_makers import FAMILIES as OTHERS
 from .qwen import FAMILIES as QWEN
 
-FAMILIES: Final[Mapping[str, Family]] = {**GEMMA, **GPT_OSS, **HYBRIDS, **LLAMA, **QWEN}
+FAMILIES: Final[Mapping[str, Family]] = {**GEMMA, **LLAMA, **OTHERS, **QWEN}
 OPTIMUM: Final = 'pip install "edge-run[optimum]"'
 """How to install the exporter of other families."""
 

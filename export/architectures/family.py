@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ..checkpoint.json_fields import number
+from ...models.block_diffusion import BlockDiffusion
 from .layer_attention import Windows, no_windows
 from .state_layers import StateLayers
 from .vision import VisionFamily
@@ -25,20 +25,8 @@ def chosen(config: Mapping[str, Any], choice: Choice) -> bool:
     return choice if isinstance(choice, bool) else bool(config.get(choice, False))
 
 
-@dataclass(frozen=True)
-class Power:
-    """A factor: a number of config.json (1 when absent) raised to an exponent."""
-
-    name: str
-    exponent: float = 1.0
-
-    def read(self, config: Mapping[str, Any]) -> float:
-        """Return the factor for a parsed config.json.
-
-        Raises:
-            CheckpointError: the setting is not a positive number.
-        """
-        return float(number(config, self.name, default=1.0) ** self.exponent)
+Power = tuple[str, float]
+"""A factor: a number of config.json (1 when absent) by its name, raised to an exponent."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +87,6 @@ class Experts:
     """Setting of the gate's upper bound, which also bounds the magnitude of up; None for no bound."""
     up_offset: float = 0.0
     """Constant added to up."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The block diffusion of a family: the setting of the size of a block, and the values where settings are absent."""
-
-    size_setting: str
-    size: int
-    mask: int
-    """Token id of the mask; the setting is `mask_token_id`."""
-    shifted: bool = False
-    """See `BlockDiffusion.shifted`."""
-    bidirectional: bool = False
-    """See `BlockDiffusion.bidirectional`."""
 
 
 def first_present(config: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -214,8 +188,9 @@ class Family:
     """Factor on the logits."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Settings that have to be false or absent, and what they ask for."""
-    blocks: Blocks | None = None
-    """How blocks of masked tokens are filled; None for a family that generates token by token."""
+    blocks: BlockDiffusion | None = None
+    """How blocks of masked tokens are filled where `block_size` and `mask_token_id` are absent; None for a family that
+    generates token by token."""
     nested_type: str | None = None
     """The `model_type` of the text model whose settings a multimodal config.json nests; None for text models."""
     may_be_flat: bool = False

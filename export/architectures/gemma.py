@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import NORMS_AROUND, Family, Power
+from .family import NORMS_AROUND, Family
 from .layer_attention import windows_but_in_every_nth
 from .vision import GEMMA3
 
@@ -28,7 +28,7 @@ _GEMMA: Final = Family(
     activation="hidden_activation",
     windows=windows_but_in_every_nth,
     logits_softcap="final_logit_softcapping",
-    embedding_scale=Power("hidden_size", 0.5),
+    embedding_scale=("hidden_size", 0.5),
 )
 
 _GEMMA3_TEXT: Final = replace(
@@ -36,7 +36,7 @@ _GEMMA3_TEXT: Final = replace(
     norms_add_one=True,
     head_norm="head",
     local_rope_base="rope_local_base_freq",
-    attention_scale=Power("query_pre_attn_scalar", -0.5),
+    attention_scale=("query_pre_attn_scalar", -0.5),
     defaults={
         **_DEFAULTS,
         "vocab_size": 262_208,
@@ -84,7 +84,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma2": replace(
         _GEMMA,
         norms_add_one=True,
-        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        attention_scale=("query_pre_attn_scalar", -0.5),
         attention_softcap="attn_logit_softcapping",
         defaults={
             "head_dim": 256,

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import NORMS_AFTER, Blocks, Family
+from ...models.block_diffusion import BlockDiffusion
+from .family import NORMS_AFTER, Family
 from .layer_attention import window_in_every_layer, windows_without_rotation
 from .vision import IDEFICS3
 
@@ -20,7 +21,7 @@ _IDEFICS3: Final = replace(_LLAMA, nested_type="llama", vision=IDEFICS3, default
 """Language model of Idefics3 and SmolVLM."""
 
 _LLADA: Final = Family(
-    blocks=Blocks("block_size", 32, 126336, bidirectional=True),
+    blocks=BlockDiffusion(32, 126336, bidirectional=True),
     settings={
         "hidden_size": "d_model",
         "intermediate_size": "mlp_hidden_size",

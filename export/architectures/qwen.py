@@ -5,7 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from .family import Blocks, Experts, Family, SharedExpert
+from ...models.block_diffusion import BlockDiffusion
+from .family import Experts, Family, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets
 from .vision import QWEN2_5_VL, QWEN3_VL
@@ -19,7 +20,7 @@ _QWEN3: Final = Family(
 )
 """Qwen3 (dense): RMS-normalized query and key heads of 128 channels by default."""
 
-_SDAR: Final = Blocks("block_size", 4, 151669)
+_SDAR: Final = BlockDiffusion(4, 151669)
 """SDAR (arXiv 2510.06303): Qwen3, trained on to fill blocks of masked tokens."""
 
 _QWEN3_5_TEXT: Final = Family(
@@ -54,9 +55,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "sdar": replace(_QWEN3, blocks=_SDAR),
     "sdar_moe": replace(_QWEN3, experts=Experts(), defaults={}, blocks=_SDAR),
     # Fast-dLLM v2 (arXiv 2509.26328): Qwen2.5, trained on in the same way with logits one place before their token.
-    "Fast_dLLM_Qwen": Family(qkv_bias=True, blocks=Blocks("bd_size", 32, 151665, shifted=True)),
+    "Fast_dLLM_Qwen": Family(
+        qkv_bias=True, blocks=BlockDiffusion(32, 151665, shifted=True), settings={"block_size": "bd_size"}
+    ),
     # Dream (arXiv 2508.15487) and DiffuCoder: Qwen2.5, trained on with all tokens attending to each other.
-    "Dream": replace(_QWEN2, blocks=Blocks("block_size", 32, 151666, shifted=True, bidirectional=True)),
+    "Dream": replace(_QWEN2, blocks=BlockDiffusion(32, 151666, shifted=True, bidirectional=True)),
     "qwen3_5_text": _QWEN3_5_TEXT,
     # Language model of Qwen3.5 checkpoints; the image part is not exported.
     "qwen3_5": replace(_QWEN3_5_TEXT, nested_type="qwen3_5_text"),

@@ -17,7 +17,7 @@ from ..bundle_content import SourceModel
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import head_layout, layer_layout
 from ..checkpoint.source import Float32Array
-from ..npu.integer_linears import IntegerLinears
+from ..npu.npu_weights import IntegerLinears
 from ..quantization.codes import StatisticsOf
 from .awq import AwqScales, AwqSource, scalable_linears, scaled_statistics
 from .calibration_text import CalibrationText

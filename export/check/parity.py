@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 from threadpoolctl import threadpool_limits
 
-from ...errors import BundleError, ExportError
+from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.manifest import WeightFormat
 from ...runtime.measure.exactness import SAMPLE_TEXT
@@ -44,7 +44,6 @@ from ..checkpoint.source import Float32Array, ModelSource, RowRange
 from ..quantization.codes import dequantized
 from .contract_session import ContractSession, require_close
 from .reference import TokenArray, reference_logits
-from .reference_operations import Float64Array
 
 MIN_CORRELATION: Final = 0.9
 NUM_TOKENS: Final = 32
@@ -71,6 +70,13 @@ class Parity:
     """Mean over positions of KL(reference on the checkpoint's weights || graph as shipped), in nats."""
     top1_agreement: float
     """Share of positions where the two have the same most likely token."""
+
+    @classmethod
+    def of(cls, difference: float, reference: npt.NDArray[np.floating[Any]], shipped: Float32Array) -> Parity:
+        """Compare logits, each [positions, vocabulary], for a graph with that largest difference."""
+        log_p, log_q = (log_softmax(each.astype(np.float64)) for each in (reference, shipped))
+        kl = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
+        return cls(difference, float(kl.mean()), float(np.mean(shipped.argmax(-1) == reference.argmax(-1))))
 
 
 class RoundedLinears(ModelSource):
@@ -134,14 +140,20 @@ def check_parity(folder: Path, content: BundleContent, progress: Callable[[float
                 "products of a pass would expand their matrices to float32 every time",
                 "choose another --weights or --block, or upgrade onnxruntime",
             )
-    shipped = logits.astype(np.float64)
-    correlation = float(np.corrcoef(shipped.ravel(), expected.ravel())[0, 1])
-    if not correlation >= MIN_CORRELATION:
-        raise ExportError(
-            f"the exported graph's logits correlate by only {correlation:.2f} with the reference's on this machine",
-            "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32",
-        )
-    return Parity(difference, mean_kl(original, shipped), float(np.mean(shipped.argmax(-1) == original.argmax(-1))))
+    what = "the exported graph's logits correlate by only {:.2f} with the reference's on this machine"
+    hint = "ONNX Runtime's low-bit kernels look wrong here: upgrade onnxruntime, or export fp32"
+    require_correlation(logits, expected, MIN_CORRELATION, what, hint)
+    return Parity.of(difference, original, logits)
+
+
+def require_correlation(
+    found: Float32Array, expected: npt.NDArray[np.floating[Any]], least: float, what: str, hint: str
+) -> None:
+    """Raise ExportError `what`, which names the correlation, where that of logits with others is below `least`."""
+    with np.errstate(invalid="ignore"):  # logits that are all equal
+        correlation = float(np.corrcoef(found.ravel(), expected.ravel())[0, 1])
+    if not correlation >= least:
+        raise ExportError(what.format(correlation), hint)
 
 
 def _logits_with_cache(session: ContractSession, tokens: TokenArray) -> npt.NDArray[np.float32]:
@@ -151,12 +163,6 @@ def _logits_with_cache(session: ContractSession, tokens: TokenArray) -> npt.NDAr
     prefill = session.forward(tokens[:start], reverse)[::-1]
     single = [session.forward(tokens[i : i + 1], np.array([0])) for i in range(start, len(tokens))]
     return np.concatenate([prefill, *single])
-
-
-def mean_kl(reference: Float64Array, graph: Float64Array) -> float:
-    """Mean over positions of KL(reference || graph) in nats, from logits [positions, vocabulary]."""
-    log_p, log_q = log_softmax(reference), log_softmax(graph)
-    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)))
 
 
 def with_float_activations(model: ModelProto) -> ModelProto:
@@ -205,17 +211,14 @@ def quality_on_sample_text(folder: Path, content: BundleContent) -> Divergence |
     """Compare the graph in `folder`, as shipped, with the reference decoder on the weights that it was made from.
 
     Returns:
-        The figures; None where the model's tokenizer cannot be used or gives fewer than two tokens.
+        The figures; None where the tokenizer gives fewer than two tokens.
 
     Raises:
         CheckpointError: a tensor cannot be read.
         ExportError: the graph cannot be loaded or run.
     """
-    try:
-        tokenizer = TextTokenizer(Bundle(folder, folder / GRAPH_NAME, None), content.config.vocab_size)
-        ids = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
-    except BundleError:  # the tokenizer cannot be used
-        return None
+    tokenizer = TextTokenizer(Bundle(folder, folder / GRAPH_NAME, None), content.config.vocab_size)
+    ids = tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True)
     tokens = np.array(ids[: min(MAX_TOKENS, content.context)], np.int64)
     if len(tokens) < 2:
         return None

@@ -1,13 +1,14 @@
-"""Reference decoder in float64 NumPy, with the full attention matrix and no cache.
+"""Reference decoder in float64 NumPy, with the full attention matrix and no cache, and references of draft heads.
 
 Exported graphs are compared with it, so it shares no code with their construction: attention, norms, experts and layers
 with a state are computed from their definitions. The settings are those that config.json was parsed to. Only a chunk of
-one matrix is in memory at a time.
+one matrix is in memory at a time. EAGLE-3 and multi-token-prediction heads run token by token.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..checkpoint.config import SILU, DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout, per_layer_inputs_layout
 from ..checkpoint.source import ModelSource
+from ..graph.head_parts import FeatureHead
 from .reference_operations import (
     Float64Array,
     convolution,
@@ -199,3 +201,65 @@ def masked_positions(config: DecoderConfig, layer: int, length: int) -> npt.NDAr
     """Whether a layer's query in a row does not see the key in a column, bool [length, length]."""
     distance, window = np.arange(length)[:, None] - np.arange(length), config.attention[layer].window
     return np.asarray((distance < 0) | (distance >= (length if window is None else window)))
+
+
+def reference_head(
+    head: FeatureHead,
+    weights: ModelSource,
+    embeddings: Float64Array,
+    features: Float64Array,
+    context: int,
+    target: tuple[ModelSource, ModelSource] | None = None,
+) -> tuple[Float64Array, Float64Array]:
+    """Run a head over a sequence: first over tokens with the target's features, then from its own states.
+
+    Args:
+        head: the head.
+        weights: its tensors.
+        embeddings: embeddings of the tokens, float64 [n, hidden]; each is the one after that its features belong to.
+        features: the target's features of the first tokens, float64 [k, features], k at least 1.
+        context: number of positions that the exported graph supports.
+        target: for a multi-token-prediction module, the target's tensors that its graph has, of which the module uses
+            the LM head, and those of the checkpoint, which calibration may have scaled in the former.
+
+    Returns:
+        Logits of every token, float64 [n, draft vocabulary], and states, float64 [n, hidden]: the outputs of the layer
+        before the last norm, of a module after it.
+    """
+    reference, last = Reference(weights, head.config, context), final_norm(head.config)
+    embedded, features = reference.norm(head.norms[0], embeddings), features[: len(embeddings)]
+    if target is None:
+        given = [*linear(weights, head.projection, features)]
+    else:
+        used, original = (Reference(each, head.config, context) for each in target)
+        given = [*original.norm(last, features)]
+    while True:
+        hidden = np.array(given)
+        both = np.concatenate([embedded[: len(given)], reference.norm(head.norms[1], hidden)], axis=-1)
+        if target is None:
+            states = reference.layer(0, hidden, normed=both)
+        else:
+            states = reference.norm(last, reference.layer(0, linear(weights, head.projection, both)))
+        if len(given) == len(embeddings):
+            break
+        given.append(states[-1])
+    if head.lm_head is not None:
+        return linear(weights, head.lm_head, reference.norm(last, states)), states
+    # Where calibration multiplied the columns of the LM head, it divided the norm before it.
+    ones = np.ones((1, states.shape[-1]))
+    return used.logits(states * (used.norm(last, ones) / original.norm(last, ones))), states
+
+
+def reference_medusa(weights: ModelSource, heads: Sequence[Sequence[FusedLinear]], state: Float64Array) -> Float64Array:
+    """Run Medusa heads, each of residual blocks and an LM head, over the target's last hidden state, float64 [hidden].
+
+    Returns:
+        Logits of every head, float64 [heads, vocabulary].
+    """
+    logits = []
+    for *blocks, output in heads:
+        hidden = state
+        for block in blocks:
+            hidden = hidden + silu(linear(weights, block, hidden))
+        logits.append(linear(weights, output, hidden))
+    return np.array(logits)

@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...models.block_diffusion import BlockDiffusion
 from ...models.json_file import shown
 from ..architectures import find_family
-from ..architectures.family import Blocks, Experts, Family, Power, chosen, first_present
+from ..architectures.family import Experts, Family, Power, chosen, first_present
 from ..architectures.layer_attention import (
     KEYS_AS_VALUES,
     HeadShape,
@@ -233,7 +233,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         qkv_bias=family.qkv_bias or chosen(config, family.attention_bias),
         output_bias=chosen(config, family.attention_bias),
         mlp_bias=chosen(config, family.mlp_bias),
-        attention_scale=scale.read(config) if isinstance(scale, Power) else scale,
+        attention_scale=_scale(config, scale) if isinstance(scale, tuple) else scale,
         query_scaling=read_query_scaling(config, family),
         attention_softcap=_softcap(config, family.attention_softcap),
         logits_softcap=_softcap(config, family.logits_softcap),
@@ -329,10 +329,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _read_blocks(config: Mapping[str, Any], settings: Blocks) -> BlockDiffusion:
-    mask = count(config, "mask_token_id", default=settings.mask, minimum=0, maximum=count(config, "vocab_size") - 1)
-    size = count(config, settings.size_setting, default=settings.size)
-    return BlockDiffusion(size, mask, settings.shifted, settings.bidirectional)
+def _read_blocks(config: Mapping[str, Any], usual: BlockDiffusion) -> BlockDiffusion:
+    mask = count(config, "mask_token_id", default=usual.mask, minimum=0, maximum=count(config, "vocab_size") - 1)
+    return replace(usual, size=count(config, "block_size", default=usual.size), mask=mask)
 
 
 def _read_experts(config: Mapping[str, Any], settings: Experts, layers: int) -> ExpertsConfig | None:
@@ -385,7 +384,7 @@ def _activation(config: Mapping[str, Any], family: Family, experts: ExpertsConfi
 
 
 def _scale(config: Mapping[str, Any], power: Power | None) -> float:
-    return power.read(config) if power else 1.0
+    return 1.0 if power is None else float(number(config, power[0], default=1.0) ** power[1])
 
 
 def _softcap(config: Mapping[str, Any], name: str | None) -> float | None:

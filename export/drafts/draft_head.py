@@ -20,8 +20,8 @@ from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, ModelSession, require_close
-from ..check.head_reference import reference_head, reference_medusa
 from ..check.parity import RoundedLinears, quantized_weights, with_float_activations
+from ..check.reference import reference_head, reference_medusa
 from ..check.reference_operations import looked_up
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan

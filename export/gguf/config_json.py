@@ -2,13 +2,11 @@
 
 Settings that the exporter does not support are refused here: ignoring one would export a wrong model.
 
-Files of Llama 3.1 and later hold a tensor of frequency divisors, one per channel pair, but not the four numbers from
-which they were computed. Those are recovered here, and must reproduce the tensor.
+Files of Llama 3.1 and later hold a tensor of frequency divisors, one per channel pair.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 from typing import Any, Final
 
@@ -39,10 +37,6 @@ _NEUTRAL_VALUES: Final = {
 RopeFactors = npt.NDArray[np.float32]
 ROPE_FACTORS: Final = "rope_freqs.weight"
 """Name of the tensor of rotary frequency divisors."""
-_LLAMA3: Final = (1.0, 4.0, 8192)
-"""low_freq_factor, high_freq_factor and original context of all published Llama 3 models."""
-_TOLERANCE: Final = 1e-5
-"""Relative tolerance in comparing divisors, which are float32."""
 
 
 def config_settings(
@@ -71,7 +65,6 @@ def config_settings(
     hidden = metadata.required_count(f"{name}.embedding_length")
     heads = metadata.required_count(f"{name}.attention.head_count")
     head_dim = _head_dim(metadata, name, hidden // heads)
-    base = metadata.positive(f"{name}.rope.freq_base") or 10000.0
     settings: dict[str, Any] = {
         "architectures": [f"{name.capitalize()}ForCausalLM"],
         "model_type": ARCHITECTURES[name],
@@ -84,7 +77,7 @@ def config_settings(
         "head_dim": head_dim,
         "max_position_embeddings": metadata.required_count(f"{name}.context_length", MIN_CONTEXT),
         "rms_norm_eps": metadata.required(metadata.positive, f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": base,
+        "rope_theta": metadata.positive(f"{name}.rope.freq_base") or 10000.0,
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
         **_own_settings(metadata, name, heads, hidden, head_dim),
@@ -93,7 +86,7 @@ def config_settings(
         settings["attention_bias"] = any(tensor.endswith("attn_q.bias") for tensor in tensors)
     if name == "llama":
         settings["mlp_bias"] = any(tensor.endswith("ffn_gate.bias") for tensor in tensors)
-    scaling = rope_scaling(metadata, name, base, head_dim, rope_factors)
+    scaling = rope_scaling(metadata, name, head_dim, rope_factors)
     return settings if scaling is None else {**settings, "rope_scaling": scaling}
 
 
@@ -161,20 +154,17 @@ def _head_dim(metadata: GgufHeader, name: str, default: int) -> int:
     return dim
 
 
-def rope_scaling(
-    metadata: GgufHeader, name: str, base: float, head_dim: int, factors: RopeFactors | None
-) -> dict[str, Any] | None:
+def rope_scaling(metadata: GgufHeader, name: str, head_dim: int, factors: RopeFactors | None) -> dict[str, Any] | None:
     """Return the `rope_scaling` of config.json, None for unscaled frequencies.
 
     Args:
         metadata: keys of the file.
         name: architecture of the file.
-        base: rotary base (theta).
         head_dim: channels per head.
         factors: the tensor `ROPE_FACTORS`, float32 [head_dim / 2]; None where the file has none.
 
     Raises:
-        CheckpointError: the scaling is not one of none, linear, yarn and Llama 3's divisors.
+        CheckpointError: the scaling is not one of none, linear, yarn and divisors.
     """
     prefix = f"{name}.rope.scaling"
     kind = metadata.text(f"{prefix}.type") or "none"
@@ -188,8 +178,9 @@ def rope_scaling(
             raise metadata.wrong(
                 f"the file has both {ROPE_FACTORS} and {prefix}.type {kind!r:.40}", "only one of them is supported"
             )
-        with np.errstate(all="ignore"):  # NaN fails the comparison
-            return _llama3(metadata, name, base, head_dim, factors)
+        # Divisors of any kind, as LongRoPE has them, the same for every context.
+        divisors = [float(each) for each in factors]
+        return {"rope_type": "longrope", "factor": 1.0, "short_factor": divisors, "long_factor": divisors}
     if kind == "none" and factor in (None, 1.0):
         return None
     if kind in ("none", "linear"):
@@ -197,7 +188,7 @@ def rope_scaling(
     if kind != "yarn" or factor is None:
         raise metadata.wrong(
             f"rope scaling {kind!r:.40} with factor {factor} is not supported",
-            "supported are none, linear, yarn and the divisors of Llama 3",
+            "supported are none, linear, yarn and a tensor of divisors",
         )
     for setting in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         value = metadata.number(f"{prefix}.{setting}")
@@ -212,37 +203,3 @@ def rope_scaling(
         "beta_slow": metadata.positive(f"{prefix}.yarn_beta_slow"),
     }
     return {"rope_type": "yarn", **{setting: value for setting, value in yarn.items() if value is not None}}
-
-
-def _llama3(metadata: GgufHeader, name: str, base: float, dim: int, factors: RopeFactors) -> dict[str, Any]:
-    """Recover the four numbers of Llama 3's scaling from the tensor of divisors.
-
-    The divisor of a pair with frequency f is 1 / ((1 - s) / factor + s), where s rises linearly in f from 0 to 1. Two
-    pairs on this ramp determine the line. The original context is taken from the file or assumed, since only its ratio
-    to the two frequency factors matters.
-    """
-    factor = float(factors.max())
-    original = metadata.count(f"{name}.rope.scaling.original_context_length", 1) or _LLAMA3[2]
-    candidates = [_LLAMA3, (*_LLAMA3[:2], original)]
-    per_position = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim) / (2 * math.pi)
-    turns = original * per_position
-    unchanged = (factor / factors.astype(np.float64) - 1) / max(factor - 1, 1e-9)
-    ramp = np.flatnonzero((unchanged > 1e-3) & (unchanged < 1 - 1e-3))
-    if len(ramp) >= 2:
-        first, last = ramp[0], ramp[-1]
-        slope = (unchanged[first] - unchanged[last]) / (turns[first] - turns[last])
-        low = turns[first] - unchanged[first] / slope
-        candidates.append((float(low), float(low + 1 / slope), original))
-    for low, high, positions in candidates:
-        kept = np.clip((positions * per_position - low) / (high - low), 0, 1)
-        if 0 < low < high and np.allclose(1 / ((1 - kept) / factor + kept), factors, _TOLERANCE, 0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": positions,
-            }
-    raise metadata.wrong(
-        f"{ROPE_FACTORS} does not hold the divisors of Llama 3's rope scaling", "export the model's checkpoint instead"
-    )

@@ -1,7 +1,7 @@
 """The decoder as one ONNX graph for prefill, decode and tree verification.
 
 `inputs_outputs` defines the graph's inputs and outputs. This module connects the layers, whose parts are in
-`embedding_head`, `attention` and `feed_forward`. Quantized linears are MatMulNBits at accuracy level 4 (8-bit
+`embedding_head` and `layer_parts`. Quantized linears are MatMulNBits at accuracy level 4 (8-bit
 activations), the level at which every bit width has a fast CPU kernel.
 """
 
@@ -13,14 +13,13 @@ from typing import Final
 from onnx import GraphProto, ModelProto, helper
 
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import LayerInput, Norm, PerLayerInputsLayout, QuantPlan
+from ..checkpoint.layer_weights import Layer, LayerInput, Norm, PerLayerInputsLayout, QuantPlan
 from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
-from .attention import Attention
 from .embedding_head import append_embedding, append_head, gathered_rows
-from .feed_forward import activated, append_feed_forward
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
+from .layer_parts import Attention, activated, append_feed_forward
 from .linear_attention import append_states
 from .nodes import MICROSOFT, Nodes
 
@@ -102,15 +101,11 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
             residual = nodes.add("Gather", [residual, "logit_rows"], "asked.residual", axis=1)
             own_inputs = [nodes.add("Gather", [each, "logit_rows"], "asked.input", axis=1) for each in own_inputs[-1:]]
         projected = nodes.linear(layer.output, attended)
-        normed, residual = add_to_residual(
-            nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
-        )
-        output = append_feed_forward(nodes, index, layer, normed)
         next_norm = final_norm(config) if last else layers[index + 1].before_attention
         if layer.own_input is None and layer.scale is None:
-            normed, residual = add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
+            normed, residual = append_second_half(nodes, index, layer, projected, residual, next_norm)
             continue
-        _, residual = add_to_residual(nodes, output, residual, layer.after_mlp, None, f"{name}.mlp_sum")
+        _, residual = append_second_half(nodes, index, layer, projected, residual, None, "mlp_sum")
         if layer.own_input is not None:
             residual = append_own_input(nodes, name, layer.own_input, residual, own_inputs[-1 if last else index])
         if layer.scale is not None:
@@ -127,7 +122,38 @@ def _append_decoder(nodes: Nodes, context: int, features: DraftFeatures | None) 
     return append_head(nodes, normed, embedding)
 
 
-def add_to_residual(
+def append_second_half(
+    nodes: Nodes,
+    index: int,
+    layer: Layer,
+    projected: str,
+    residual: str,
+    next_norm: Norm | None,
+    part: str = "next_norm",
+) -> tuple[str, str]:
+    """Append what follows the output projection of attention in layer `index`.
+
+    Args:
+        nodes: the graph.
+        index: number of the layer.
+        layer: its weights.
+        projected: name of the output of attention.
+        residual: name of the residual before it.
+        next_norm: the norm before the next layer; None to leave it out.
+        part: last part of the names of what is appended at the end.
+
+    Returns:
+        The normed input of the next layer, and the new residual.
+    """
+    name = f"layers.{index}"
+    normed, residual = _add_to_residual(
+        nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
+    )
+    output = append_feed_forward(nodes, index, layer, normed)
+    return _add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.{part}")
+
+
+def _add_to_residual(
     nodes: Nodes, value: str, residual: str, after: Norm | None, before: Norm | None, name: str
 ) -> tuple[str, str]:
     """Add the output of attention or feed-forward to the residual.

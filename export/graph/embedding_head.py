@@ -10,7 +10,7 @@ from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, head_layout
 from . import inputs_outputs
 from .initializers import StoredMatrix
-from .nodes import MICROSOFT, Nodes
+from .nodes import Nodes, gather_settings
 
 HEAD_INPUT: Final = "head.rows"
 """Name of the normed hidden states [R, hidden] that the LM head reads."""
@@ -87,16 +87,8 @@ def gathered_rows(nodes: Nodes, linear: FusedLinear, output: str, head: str = ""
         return nodes.add("Gather", [weights, "input_ids"], output, axis=0), StoredMatrix(weights, "")
     stored, table = nodes.weights.gathered(linear, weight_format, head)
     points = [stored.zero_points] if stored.zero_points else []
-    gathered = nodes.add(
-        "GatherBlockQuantized",
-        [stored.codes, "input_ids", stored.scales, *points],
-        f"{output}.blocks",
-        domain=MICROSOFT,
-        bits=weight_format.bits,
-        block_size=weight_format.block,
-        gather_axis=0,
-        quantize_axis=2,
-    )
+    inputs = [stored.codes, "input_ids", stored.scales, *points]
+    gathered = nodes.add("GatherBlockQuantized", inputs, f"{output}.blocks", **gather_settings(weight_format))
     joined = nodes.add("Reshape", [gathered, nodes.integers(f"{output}.shape", 0, 0, -1)], f"{output}.joined")
     if columns % weight_format.block == 0:
         return joined, table

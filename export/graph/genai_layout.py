@@ -9,7 +9,7 @@ offers beyond that is lost: token trees, and logits of selected positions only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,17 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
-from tokenizers import Tokenizer
 
 from ...errors import ExportError
-from ...models.bundle import GRAPH_NAME
+from ...models.bundle import GRAPH_NAME, Bundle
 from ...models.json_file import is_finite, is_whole
 from ...models.variants import GENAI_CONFIG
+from ...runtime.text.tokenizer import TextTokenizer
 from ..check.contract_session import ContractSession, ModelSession, require_close
 from ..check.parity import with_float_activations
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.json_fields import read_json
 from . import inputs_outputs
 from .embedding_head import HEAD_INPUT
 from .head_parts import needed_nodes, replace_content
@@ -194,13 +193,17 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
         context: number of positions that the graph serves.
         inputs: names of the graph's inputs.
     """
-    generation = _settings_of(folder / "generation_config.json")
-    tokens = _settings_of(folder / "config.json") | generation
+    bundle = Bundle(folder, folder / GRAPH_NAME, None)
+    settings, generation = (
+        {name: value for name, value in bundle.json_file(file).items() if value is not None}
+        for file in ("config.json", "generation_config.json")
+    )
+    tokens = settings | generation
     pass_inputs = [name for name in inputs if not name.startswith("past_key_values.")]
     return {
         "model": {
             "type": config.family if config.family in _TYPES else "decoder",
-            **_special_tokens(tokens, _end_of_turn(folder)),
+            **_special_tokens(tokens, TextTokenizer(bundle, config.vocab_size).eos),
             "vocab_size": config.vocab_size,
             "context_length": context,
             "decoder": {
@@ -233,11 +236,15 @@ def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequ
     }
 
 
-def _special_tokens(tokens: Mapping[str, Any], end_of_turn: int | None) -> dict[str, int | list[int]]:
-    """Return special token ids by GenAI's names. GenAI reads a missing id as 0, so an end-of-text id replaces it."""
+def _special_tokens(tokens: Mapping[str, Any], ending: Iterable[int]) -> dict[str, int | list[int]]:
+    """Return special token ids by GenAI's names. GenAI reads a missing id as 0, so an end-of-text id replaces it.
+
+    Args:
+        tokens: the settings that name them.
+        ending: ids that end a text, as edge-run reads them, those of the settings among them.
+    """
     ends = _ids(tokens.get("eos_token_id"))
-    if end_of_turn is not None and end_of_turn not in ends:
-        ends.append(end_of_turn)
+    ends += sorted(set(ending).difference(ends))
     special: dict[str, int | list[int]] = {}
     if ends:
         special["eos_token_id"] = ends[0] if len(ends) == 1 else ends
@@ -247,23 +254,6 @@ def _special_tokens(tokens: Mapping[str, Any], end_of_turn: int | None) -> dict[
     return special
 
 
-def _end_of_turn(folder: Path) -> int | None:
-    """Return the id of the tokenizer's end token, which ends a turn where config.json has another end-of-text id."""
-    eos_token = _settings_of(folder / "tokenizer_config.json").get("eos_token")
-    text = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
-    if not isinstance(text, str):
-        return None
-    token_id: int | None = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(text)
-    return token_id
-
-
 def _ids(value: Any) -> list[int]:
     """Return a list of token ids from one id or a list."""
     return [int(token) for token in (value if isinstance(value, list) else [value]) if is_whole(token, 0)]
-
-
-def _settings_of(path: Path) -> dict[str, Any]:
-    """Return the settings of a JSON file without null values; empty if the file does not exist."""
-    if not path.is_file():
-        return {}
-    return {name: value for name, value in read_json(path).items() if value is not None}

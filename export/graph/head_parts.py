@@ -16,12 +16,11 @@ from ..checkpoint.layout import final_norm
 from ..checkpoint.safetensors_files import Checkpoint
 from ..checkpoint.source import Float32Array
 from . import inputs_outputs
-from .attention import Attention
-from .decoder import as_model
+from .decoder import append_second_half, as_model
 from .embedding_head import HEAD_INPUT, append_embedding, append_product, embedded_value
-from .feed_forward import append_feed_forward
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
+from .layer_parts import Attention
 from .nodes import Nodes
 
 
@@ -135,12 +134,8 @@ def _append_layer(nodes: Nodes, attention: Attention, layer: Layer, mixed: str, 
     # Nothing after this point mixes positions, so those without requested logits are dropped here.
     attended = nodes.add("Gather", [attended, "logit_rows"], "asked.attended", axis=1)
     residual = nodes.add("Gather", [hidden, "logit_rows"], "asked.hidden", axis=1)
-    after = layer.before_mlp
-    assert after is not None  # noqa: S101 -- every family with draft heads has the norm
-    output = nodes.linear(layer.output, attended)
-    normed, residual = nodes.add_and_norm(output, residual, after, "layers.0.mlp_norm")
-    expanded = append_feed_forward(nodes, 0, layer, normed)
-    normed, residual = nodes.add_and_norm(expanded, residual, final_norm(nodes.config), "layers.0.next_norm")
+    projected = nodes.linear(layer.output, attended)
+    normed, residual = append_second_half(nodes, 0, layer, projected, residual, final_norm(nodes.config))
     axes = nodes.integers("rows.axes", 0)
     return nodes.add("Squeeze", [normed, axes], "rows"), nodes.add("Squeeze", [residual, axes], "rows.residual")
 

@@ -19,6 +19,18 @@ INT8_ACTIVATIONS: Final = 4
 """Accuracy level at which the operators round activations to 8 bits."""
 
 
+def matmul_nbits_settings(shape: tuple[int, int], bits: int, block: int) -> dict[str, Any]:
+    """Domain and attributes of MatMulNBits for a matrix of shape (N, K)."""
+    settings = {"N": shape[0], "K": shape[1], "bits": bits, "block_size": block}
+    return {"domain": MICROSOFT, **settings, "accuracy_level": INT8_ACTIVATIONS}
+
+
+def gather_settings(weight_format: WeightFormat) -> dict[str, Any]:
+    """Domain and attributes of GatherBlockQuantized for rows in that format."""
+    axes = {"gather_axis": 0, "quantize_axis": 2}
+    return {"domain": MICROSOFT, "bits": weight_format.bits, "block_size": weight_format.block, **axes}
+
+
 class Nodes:
     """The nodes of the graph so far. Methods append nodes and take and return names of values.
 
@@ -150,17 +162,8 @@ class Nodes:
 
     def matmul_nbits(self, shape: tuple[int, int], weight_format: WeightFormat, inputs: list[str], output: str) -> str:
         """Append the product with a quantized matrix of shape (N, K)."""
-        return self.add(
-            "MatMulNBits",
-            inputs,
-            output,
-            domain=MICROSOFT,
-            N=shape[0],
-            K=shape[1],
-            bits=weight_format.bits,
-            block_size=weight_format.block,
-            accuracy_level=INT8_ACTIVATIONS,
-        )
+        settings = matmul_nbits_settings(shape, weight_format.bits, weight_format.block)
+        return self.add("MatMulNBits", inputs, output, **settings)
 
     def _norm_weight(self, norm: Norm, output: str) -> str:
         # The models compute 1 + weight in float32 too, so computing it here loses nothing.

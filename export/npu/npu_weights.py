@@ -1,22 +1,101 @@
-"""The weights of a bundle's static graphs: shared with model.onnx, or stored once in float16."""
+"""The weights of a bundle's static graphs: shared with model.onnx, stored once in float16, or as integers.
+
+Linears may have integer inputs, weights and outputs, for the integer units of NPUs. Inputs and outputs have one scale
+and zero point a tensor, weights one scale an output and no zero point. Operators in float16 between such linears take
+and return rounded values (`QuantizeLinear`, `DequantizeLinear`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from ...errors import ExportError
+from ...models.bundle import GRAPH_NAME
 from ...models.manifest import WeightFormat
+from ...models.onnx_file.graph_editor import GraphEditor
 from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.source import ModelSource, QuantizedRows
-from ..graph.initializers import HALF_SCALES, INLINE_BELOW, WeightFile, external_tensor
-from ..quantization.codes import dequantized, pack_codes, pack_zero_points
-from .integer_linears import IntegerLinears
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows
+from ..graph.initializers import INLINE_BELOW, WeightFile, external_tensor
+from ..quantization.codes import (
+    InputStatistics,
+    StatisticsOf,
+    dequantized,
+    half_precision,
+    in_blocks,
+    pack_codes,
+    pack_zero_points,
+    rounded_rows,
+    unpack_codes,
+)
+from ..quantization.gptq import gptq_rows
+
+HEAD_BITS: Final = 16
+"""Bits of inputs and outputs of the LM head: logits differ by less than 8 bits can tell."""
+_SHRINKS: Final = {4: tuple(1 - step / 20 for step in range(10)), 8: (1.0,)}
+"""Candidates of a scale by bits, relative to the one that reaches the largest weight."""
+_LEAST_SCALE: Final = 1e-6
+"""Smallest scale: one that float16 has, if with few digits."""
+
+
+@dataclass(frozen=True)
+class IntegerLinears:
+    """How the linears of a model are computed in integers."""
+
+    bits: int
+    """Bits of inputs and outputs, 8 or 16."""
+    source: ModelSource
+    """The weights, norms and biases, SmoothQuant's factors applied; like the other fields."""
+    statistics: StatisticsOf
+    """Statistics of the linears' inputs."""
+    ranges: Mapping[str, Float32Array]
+    """Smallest and largest values of channels, 0 included, float32 [2, channels]: of inputs by the name of the linear,
+    of outputs without the bias by the name of the matrix."""
+
+    def matrix(self, linear: FusedLinear, name: str, bits: int) -> tuple[npt.NDArray[np.int8], Float32Array]:
+        """Quantize a matrix of a linear by GPTQ.
+
+        Returns:
+            Codes, int8 [K, N], and scales, float16 numbers in float32 [N].
+
+        Raises:
+            CheckpointError: the matrix cannot be read.
+        """
+        # Codes are packed in pairs.
+        one_block, inputs = WeightFormat(bits, linear.columns + linear.columns % 2), self.statistics(linear.name)
+        rows = gptq_rows(self.source.read(name), one_block, inputs, scales_of=_symmetric_rows)
+        codes = unpack_codes(rows.packed, bits)[:, 0, : linear.columns].T.astype(np.int16) - (1 << (bits - 1))
+        return np.ascontiguousarray(codes, np.int8), rows.scales[:, 0]
+
+
+def integer_range(values: Float32Array, bits: int) -> tuple[npt.NDArray[np.float16], npt.NDArray[Any]]:
+    """Scale and zero point, unsigned, with which integers reach the range [2, channels] of values; 0 is exact."""
+    exact = max(float(np.ptp(values)) / ((1 << bits) - 1), _LEAST_SCALE)
+    # The next float16 number above, so that the largest values are not cut off.
+    scale = np.nextafter(np.float16(exact), np.float16(np.inf))
+    return np.array(scale), np.array(round(-float(values.min()) / float(scale)), np.uint8 if bits == 8 else np.uint16)
+
+
+def _symmetric_rows(
+    weights: Float32Array, weight_format: WeightFormat, inputs: InputStatistics | None = None
+) -> QuantizedRows:
+    """Quantize rows [N, K] with one positive float16 scale each, that of the least squared error; see `Quantizer`."""
+    importance = np.ones(weights.shape[1], np.float32) if inputs is None else inputs.mean_square
+    largest, half = np.abs(weights).max(axis=1, keepdims=True), 1 << (weight_format.bits - 1)
+    best, least = np.empty_like(largest), np.full(largest.shape, np.inf)
+    for shrink in _SHRINKS[weight_format.bits]:
+        scales = half_precision(np.maximum(largest * np.float32(shrink / (half - 1)), np.float32(_LEAST_SCALE)))
+        rounded = np.clip(np.rint(weights / scales), -half, half - 1) * scales
+        error = np.square(rounded - weights) @ importance[:, None]
+        best, least = np.where(error < least, scales, best), np.minimum(error, least)
+    return rounded_rows(in_blocks(weights, weight_format), best, None, weight_format.bits)
+
 
 Array = npt.NDArray[Any]
 
@@ -46,7 +125,7 @@ class NpuWeights:
 
         Args:
             stored: the initializers of model.onnx.
-            folder: the bundle's folder, which has the data file of model.onnx.
+            folder: the bundle's folder, which has model.onnx and its data file.
             source: the tensors from which model.onnx was written, for norms and biases.
             data: the data file of the static graphs.
             integers: how linears are computed in integers; None for float16.
@@ -57,7 +136,7 @@ class NpuWeights:
         self.embedding_bytes = 0
         """Bytes of the embedding."""
         self._stored = {proto.name: proto for proto in stored}
-        self._folder = folder
+        self._model = GraphEditor(folder / GRAPH_NAME)
         self._source = source if integers is None else integers.source
         self._data = data
 
@@ -68,7 +147,7 @@ class NpuWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an initializer of model.onnx."""
-        return tuple(self._proto(name).dims)
+        return self._array(name).shape
 
     def float16(self, name: str, shape: Sequence[int] | None = None) -> str:
         """Store an initializer of model.onnx in float16, in another shape if one is given."""
@@ -145,19 +224,9 @@ class NpuWeights:
 
     def _array(self, name: str) -> Array:
         """An initializer of model.onnx; large ones are mapped from its data file, not read."""
-        proto = self._proto(name)
-        if proto.data_location != TensorProto.EXTERNAL:
-            return numpy_helper.to_array(proto)
-        place = {entry.key: entry.value for entry in proto.external_data}
-        dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)
-        path, offset = self._folder / place["location"], int(place["offset"])
-        return np.memmap(path, dtype, "r", offset, tuple(proto.dims))
-
-    def _proto(self, name: str) -> TensorProto:
-        """An initializer of model.onnx; of scales, which may be stored in float16 and converted, the stored ones."""
-        linear, _, kind = name.rpartition(".")
-        half = f"{linear}.{HALF_SCALES}"
-        return self._stored[half if kind == "scales" and half in self._stored else name]
+        found = self._model.array(name)
+        assert found is not None  # noqa: S101 -- the exporter has just written it
+        return found
 
 
 def _half(name: str, value: Array) -> npt.NDArray[np.float16]:

@@ -7,39 +7,48 @@ and only the new keys and values come back, which the caller writes into its cac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
+from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind, Precision, VariantFile
 from ...models.manifest import FileDigest
 from ...models.progress import Progress
+from ...runtime.graph.ort import load_session, session_options
+from ...runtime.graph.static_variants import LOGIT_ROWS, MASK, NEXT_IDS, StaticSession, static_graph_io
+from ...runtime.kv.buffers import StackedBuffers
 from ..bundle_content import BundleContent
-from ..check.static_parity import check_static_graphs
+from ..check.contract_session import ContractSession, export_errors, require_close
+from ..check.parity import with_float_activations
+from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import Layer, Norm, QuantPlan
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout
 from ..checkpoint.rope import Rope
 from ..graph import inputs_outputs
-from ..graph.decoder import add_to_residual, as_model
-from ..graph.feed_forward import append_dense
+from ..graph.decoder import append_second_half, as_model
 from ..graph.initializers import WeightFile
 from .npu_weights import NpuWeights
 from .static_nodes import StaticNodes
 from .static_shapes import StaticShape
 
-NEXT_IDS: Final = "next_ids"
-LOGIT_ROWS: Final = "logit_rows"
 NPU_WEIGHTS_NAME: Final = "model_npu.onnx.data"
 _STAGE: Final = "writing NPU graphs"
+_CHECK_STAGE: Final = "checking NPU graphs"
+TOLERANCE: Final = 0.25
+"""Largest allowed difference of a logit from that of model.onnx, relative to the standard deviation of the logits. A
+wrong mask, rotation or norm changes logits by about that deviation."""
+_CHECKED_TOKENS: Final = 24
 
 
 def mask_name(window: int | None) -> str:
     """Name of the mask input of layers with a sliding window of that many tokens, None for full attention."""
-    return "attention_mask" if window is None else f"attention_mask_{window}"
+    return MASK if window is None else f"{MASK}_{window}"
 
 
 def build_static_graph(
@@ -109,19 +118,15 @@ class _Decoder:
         first = layers[0].before_attention
         normed = residual if first is None else nodes.norm(residual, first, "layers.0.input_norm")
         for index, layer in enumerate(layers):
-            name, last = f"layers.{index}", index == config.layers - 1
+            last = index == config.layers - 1
             projected = nodes.linear(layer.output, self._attention(index, layer, normed))
             if last and self._shape.logit_rows != nodes.width:
                 # Nothing after this point mixes positions, so those without logits are dropped here.
                 projected = nodes.add("Gather", [projected, LOGIT_ROWS], "asked.projected", axis=1)
                 residual = nodes.add("Gather", [residual, LOGIT_ROWS], "asked.residual", axis=1)
                 nodes.rows = self._shape.logit_rows
-            normed, residual = add_to_residual(
-                nodes, projected, residual, layer.after_attention, layer.before_mlp, f"{name}.mlp_norm"
-            )
-            output = append_dense(nodes, name, layer.gate_up, layer.down, normed)
             next_norm = final_norm(config) if last else layers[index + 1].before_attention
-            normed, residual = add_to_residual(nodes, output, residual, layer.after_mlp, next_norm, f"{name}.next_norm")
+            normed, residual = append_second_half(nodes, index, layer, projected, residual, next_norm)
         self._head(normed)
 
     def _attention(self, index: int, layer: Layer, normed: str) -> str:
@@ -282,7 +287,7 @@ def write_static_graphs(
             progress(_STAGE, number / len(shapes))
         digest = data.digest()
     if content.integer_linears is None:
-        check_static_graphs(folder, content.config, model, _checked(shapes), progress)
+        _check(folder, content.config.vocab_size, model, _checked(shapes), progress)
     variants = tuple(
         VariantFile(DeviceKind.NPU, shape.file, Precision.FLOAT16, shape.width, shape.capacity) for shape in shapes
     )
@@ -302,3 +307,54 @@ def _checked(shapes: Sequence[StaticShape]) -> list[StaticShape]:
     shortest, longest = shapes[0].capacity, shapes[-1].capacity
     checked = [shape for shape in shapes if shape.capacity == shortest]
     return checked if longest == shortest else [*checked, StaticShape(shapes[0].width, longest)]
+
+
+def static_logits(folder: Path, shape: StaticShape) -> Callable[[TokenArray], npt.NDArray[np.float32]]:
+    """Load a static graph on the CPU.
+
+    Returns:
+        What computes the logits of token ids, int64 [n]: those of all tokens, or of the last one of each pass where the
+        graph gives the logits of one, float32 [r, vocabulary]. It raises EdgeError where ONNX Runtime fails.
+
+    Raises:
+        ExportError: ONNX Runtime cannot load it.
+    """
+    path, width = folder / shape.file, shape.width
+    with export_errors(f"ONNX Runtime cannot load {path.name}"):
+        session = load_session(str(path), session_options())
+    graph_io = static_graph_io(session, Bundle(folder, path, None), str(path))
+    runner = StaticSession(session, graph_io, width, shape.capacity)
+
+    def logits(tokens: TokenArray) -> npt.NDArray[np.float32]:
+        cache, nothing, found = StackedBuffers(graph_io.tensor_types, shape.capacity), np.zeros(0, np.int64), []
+        for start in range(0, len(tokens), width):
+            part = tokens[start : start + width]
+            places, causal = np.arange(start, start + len(part)), np.tri(len(part), dtype=np.bool_)
+            wanted = range(len(part))[-shape.logit_rows :]
+            rows, _ = runner.run(cache, start, part, places, causal, nothing, wanted, logits=True)
+            found.append(rows.astype(np.float32))
+        return np.concatenate(found)
+
+    return logits
+
+
+def _check(folder: Path, vocabulary: int, model: ModelProto, shapes: Sequence[StaticShape], progress: Progress) -> None:
+    """Compare static graphs on random tokens with model.onnx, whose accuracy levels are changed.
+
+    Raises:
+        ExportError: a graph differs by more than `TOLERANCE`.
+    """
+    count = min(_CHECKED_TOKENS, shapes[0].capacity)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, count)
+    contract = ContractSession(folder, count, with_float_activations(model))
+    expected = contract.forward(tokens, np.arange(count)).astype(np.float64)
+    for number, shape in enumerate(shapes, 1):
+        ends = [min(start + shape.width, count) - 1 for start in range(0, count, shape.width)]
+        require_close(
+            static_logits(folder, shape)(tokens),
+            expected if shape.logit_rows == shape.width else expected[ends],
+            f"{shape.file} differs from model.onnx",
+            "the model may need more range than float16 has: leave --device npu out, and report the checkpoint",
+            TOLERANCE * float(expected.std()),
+        )
+        progress(_CHECK_STAGE, number / len(shapes))

@@ -14,8 +14,7 @@ from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
 from ..checkpoint.source import Float32Array
 from ..graph.nodes import MICROSOFT, Nodes
 from ..quantization.codes import OFFSETS
-from .integer_linears import HEAD_BITS, IntegerLinears, integer_range
-from .npu_weights import NpuWeights
+from .npu_weights import HEAD_BITS, IntegerLinears, NpuWeights, integer_range
 
 
 class StaticNodes(Nodes):

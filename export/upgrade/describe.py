@@ -201,13 +201,6 @@ def holds_graph(source: Path) -> bool:
     return any(name.endswith(".onnx") for name in files_below(source))
 
 
-def decoder_inputs(bundle: Bundle) -> Mapping[str, str]:
-    """Names of the graph's inputs in genai_config.json, by their usual names."""
-    decoder = bundle.genai.get("decoder")
-    inputs = decoder.get("inputs") if isinstance(decoder, dict) else None
-    return {usual: name for usual, name in inputs.items() if isinstance(name, str)} if isinstance(inputs, dict) else {}
-
-
 def copy_config_files(bundle: Bundle, folder: Path) -> None:
     """Copy tokenizer and config files.
 

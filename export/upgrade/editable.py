@@ -187,7 +187,7 @@ class EditableGraph:
         self,
         op: str,
         inputs: Sequence[Operand],
-        outputs: int | Sequence[str] = 1,
+        outputs: Sequence[str] = (),
         *,
         domain: str = "",
         name: str = "",
@@ -198,18 +198,15 @@ class EditableGraph:
         Args:
             op: the operator.
             inputs: names of the inputs, "" for an absent one; or constants.
-            outputs: number of outputs, or preferred names ("" for an absent one).
+            outputs: preferred names ("" for an absent one); one like `name` where they are left out.
             domain: `MICROSOFT` or "".
-            name: the node's own name, and the stem of output names if `outputs` is a number.
+            name: the node's own name.
             attributes: the operator's attributes; None means absent.
 
         Returns:
             The node; its outputs have the names that were free.
         """
-        stem = name or op
-        if isinstance(outputs, int):
-            outputs = [f"{stem}.{index}" if index else stem for index in range(outputs)]
-        names = [self.fresh(each) if each else "" for each in outputs]
+        names = [self.fresh(each) if each else "" for each in outputs or [name or op]]
         read = [
             each if isinstance(each, str) else self.add_tensor(f"{names[0]}.{index}", each)
             for index, each in enumerate(inputs)

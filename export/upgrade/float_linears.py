@@ -17,11 +17,11 @@ from onnx import TensorProto, numpy_helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.source import in_order
+from ..graph.nodes import gather_settings, matmul_nbits_settings
 from ..quantization.codes import blocks_of, nearest_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
-from .editable import MICROSOFT, EditableGraph, Node
+from .editable import EditableGraph, Node, Operand
 from .graph_parts import FLOATS, Array, Computed, Source, Tensor, unsupported
-from .quantized_linears import quantized_linear
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -145,8 +145,8 @@ def quantize_linears(graph: EditableGraph, body: WeightFormat, head: WeightForma
         if stored is None:
             stored = shared[key] = rounded(matrix, weight_format)
         inputs = [node.input(0), *stored, *(("", "", node.input(2)) if node.input(2) else ())]
-        name = node.name or node.output(0)
-        linear = quantized_linear(graph, name, inputs, matrix.shape, weight_format.bits, weight_format.block)
+        settings = matmul_nbits_settings(matrix.shape, weight_format.bits, weight_format.block)
+        linear = graph.value("MatMulNBits", inputs, name=node.name or node.output(0), **settings)
         graph.replace_value(node.output(0), linear)
     graph.sweep()
 
@@ -175,16 +175,9 @@ def _quantize_embedding(
         return None
     codes, scales = rounded(table, weight_format)
     columns = table.shape[1]
-    gathered = graph.value(
-        "GatherBlockQuantized",
-        [codes, node.input(1), scales.reshaped(*scales.shape, 1)],
-        name="embedding.blocks",
-        domain=MICROSOFT,
-        bits=weight_format.bits,
-        block_size=weight_format.block,
-        gather_axis=0,
-        quantize_axis=2,
-    )
+    inputs: list[Operand] = [codes, node.input(1), scales.reshaped(*scales.shape, 1)]
+    settings = gather_settings(weight_format)
+    gathered = graph.value("GatherBlockQuantized", inputs, name="embedding.blocks", **settings)
     value = graph.value("Reshape", [gathered, [0, 0, -1]], name="embedding")
     if columns % weight_format.block:
         value = graph.value("Slice", [value, [0], [columns], [2]], name="embedding.cut")

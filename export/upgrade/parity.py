@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
-from ...errors import ExportError
 from ...models.progress import Progress, silent
 from ..check.contract_session import TOLERANCE, ContractSession, ModelSession, require_close
-from ..check.parity import Parity, mean_kl, with_float_activations
+from ..check.parity import Parity, require_correlation, with_float_activations
 from ..graph import inputs_outputs
 from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
@@ -162,17 +161,11 @@ def measure(folder: Path, reference: Reference, difference: float) -> Parity:
         ExportError: its logits hardly correlate with the source's.
     """
     session = ContractSession(folder, len(reference.tokens))
-    shipped = session.forward(reference.tokens, np.arange(len(reference.tokens))).astype(np.float64)
-    original = reference.logits.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # logits that are all equal
-        correlation = float(np.corrcoef(shipped.ravel(), original.ravel())[0, 1])
-    if not correlation >= MIN_CORRELATION:
-        raise ExportError(
-            f"the upgraded graph's logits correlate by only {correlation:.2f} with the source's",
-            "keep more bits: --weights int8, or --weights fp32",
-        )
-    agreement = float(np.mean(shipped.argmax(-1) == original.argmax(-1)))
-    return Parity(difference, mean_kl(original, shipped), agreement)
+    shipped = session.forward(reference.tokens, np.arange(len(reference.tokens)))
+    what = "the upgraded graph's logits correlate by only {:.2f} with the source's"
+    hint = "keep more bits: --weights int8, or --weights fp32"
+    require_correlation(shipped, reference.logits, MIN_CORRELATION, what, hint)
+    return Parity.of(difference, reference.logits, shipped)
 
 
 def _passes(session: ContractSession, reference: Reference) -> Iterator[tuple[str, Float32Array, Float32Array]]:

@@ -18,7 +18,7 @@ from ...runtime.graph.graph_io import GraphValue
 from ...runtime.graph.introspection import sizes_in_config, usual_names
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
-from ..checkpoint.open import require_config_files, require_tokenizer
+from ..checkpoint.open import require_readable
 from ..destination import ExportResult, bundle_written_whole, require_apart
 from ..graph import inputs_outputs
 from ..graph.gpu_variants import write_gpu_variants
@@ -27,13 +27,12 @@ from ..quantization.methods import FP32, INT4
 from ..quantization.option_values import DeviceChoice
 from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, ExportRecipe
 from .attention_fusion import fuse_operators, pack_heads
-from .contract_inputs import AttentionShape, declare_cache_shape, wire_attention
+from .contract_inputs import AttentionShape, declare_cache_shape, select_positions, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
 from .describe import (
     architecture_of,
     bits_per_weight,
     copy_config_files,
-    decoder_inputs,
     find_foreign_model,
     formats_of,
     weight_matrices,
@@ -49,7 +48,6 @@ from .quantized_linears import (
     round_activations,
     share_reshaped_constants,
 )
-from .selected_logits import select_positions
 from .stacked_caches import split_caches
 
 _ATTENTION: Final = "GroupQueryAttention"
@@ -122,9 +120,7 @@ def _write(
     progress("reading", 0.5)
     reference = run_reference(*_normalized_source(source), shape, vocab_size)
     progress("reading", 1.0)
-    tokenizer = source.file("tokenizer.json")
-    assert tokenizer is not None  # noqa: S101 -- find_foreign_model has found it
-    require_tokenizer(tokenizer.parent, vocab_size)
+    require_readable(source, vocab_size)
     few_bits = any(node.op in _FEW_BIT_OPERATORS for node in graph.nodes)
     if few_bits and recipe.body is not None:
         notes.append("weights that have few bits already were not rounded again")
@@ -149,7 +145,6 @@ def _write(
     if not rounds:
         difference = require_same(folder, model, reference, progress)
     parity = measure(folder, reference, difference)
-    require_config_files(folder, vocab_size)
     names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
     width = source.config.get("intermediate_size")
     types = (source.config.get("model_type"), source.genai.get("type"))
@@ -207,7 +202,8 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
     _require_upgradable(graph, source)
     split_caches(graph)
     convert_integer_linears(graph)
-    return graph, identify_io(graph, decoder_inputs(source))
+    names = {usual: name for name, usual in usual_names(source.genai, 0).items()}
+    return graph, identify_io(graph, names)
 
 
 def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 from onnx import TensorProto
 
-from ..graph.nodes import INT8_ACTIVATIONS
+from ..graph.nodes import INT8_ACTIVATIONS, matmul_nbits_settings
 from .editable import MICROSOFT, EditableGraph, Node, Operand
 from .graph_parts import FLOATS, Array, Computed, Tensor
 
@@ -39,23 +39,6 @@ _SIGN_SHIFT: Final = 128
 _BLOCK_SIZES: Final = (128, 32)
 _CHUNK: Final = 1 << 24
 """Number of codes that are transposed at once."""
-
-
-def quantized_linear(
-    graph: EditableGraph, name: str, inputs: Sequence[Operand], shape: tuple[int, int], bits: int, block: int
-) -> str:
-    """Add a linear [N, K] of few bits that rounds activations to 8 bits; returns its result."""
-    return graph.value(
-        "MatMulNBits",
-        inputs,
-        name=name,
-        domain=MICROSOFT,
-        N=shape[0],
-        K=shape[1],
-        bits=bits,
-        block_size=block,
-        accuracy_level=INT8_ACTIVATIONS,
-    )
 
 
 def round_activations(graph: EditableGraph) -> int:
@@ -198,7 +181,8 @@ def convert_integer_linears(graph: EditableGraph) -> None:
         ]
         if (zeros != _SIGN_SHIFT).any():
             inputs.append(np.repeat(zeros[:, None], blocks, axis=1))
-        linear = quantized_linear(graph, node.name or node.output(0), inputs, (rows, columns), 8, block)
+        settings = matmul_nbits_settings((rows, columns), 8, block)
+        linear = graph.value("MatMulNBits", inputs, name=node.name or node.output(0), **settings)
         graph.replace_value(product.output(0), linear)
     graph.sweep()
 

@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import helper
 
 from ...errors import BundleError, ExportError
 from .editable import EditableGraph, Node
-from .graph_parts import unsupported
+from .graph_parts import FLOATS, unsupported
 from .subgraph_runner import run_part
 
 _PAST: Final = 5
 """Cached slots of the trial run; other dimensions of a cache are unlikely to have this size."""
 _SPLITTING: Final = frozenset({"Cast", "Gather", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"})
 _JOINING: Final = frozenset({"Cast", "Concat", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-_FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16)
 
 _Part = tuple[str, str, Node]
 """Keys or values within a cache tensor: the graph input, the past slots that are computed from it, and the Concat that
@@ -49,7 +48,7 @@ def split_caches(graph: EditableGraph) -> None:
 
 def _parts(graph: EditableGraph, cache: str) -> Iterator[_Part]:
     """Find the Concat nodes that are reached from an input, if it may be a cache, through operators that split it."""
-    if graph.element_type(cache) not in _FLOATS or len(graph.shape(cache) or ()) not in (3, 4, 5) or "mask" in cache:
+    if graph.element_type(cache) not in FLOATS or len(graph.shape(cache) or ()) not in (3, 4, 5) or "mask" in cache:
         return
     for value, node in graph.readers(cache, lambda value, node: node.op in _SPLITTING and node.input(0) == value):
         appends = node.op == "Concat" and len(node.inputs) == 2 and node.input(0) == value

@@ -94,6 +94,7 @@ AttributeProto: Final[Any] = _CLASSES["AttributeProto"]
 TensorProto: Final[Any] = _CLASSES["TensorProto"]
 ValueInfoProto: Final[Any] = _CLASSES["ValueInfoProto"]
 
+_IR_VERSION: Final = 10
 EXTERNAL: Final = 1
 """`data_location` of a tensor that lies in another file."""
 _NUMBERED: Final = (np.float32, np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
@@ -122,12 +123,12 @@ def read_model(graph: Path) -> Message:
             raise ValueError("its messages cannot be decoded") from error
 
 
-def model(graph: Message, *, opset: int, microsoft: bool = True, ir_version: int = 10) -> Message:
+def model(graph: Message, *, opset: int, microsoft: bool = True) -> Message:
     """A model of a graph: ONNX's operators of version `opset`, and com.microsoft's if `microsoft`."""
     opsets = [OperatorSetIdProto(domain="", version=opset)]
     if microsoft:
         opsets.append(OperatorSetIdProto(domain="com.microsoft", version=1))
-    return ModelProto(ir_version=ir_version, producer_name="edge-run", graph=graph, opset_import=opsets)
+    return ModelProto(ir_version=_IR_VERSION, producer_name="edge-run", graph=graph, opset_import=opsets)
 
 
 def node(

@@ -25,7 +25,7 @@ POSITIONS, BIAS = 9, 10
 WINDOW: Final = "local_window_size"
 WINDOW_BIAS: Final = "attention_bias_"
 """What the names of biases of layers with a sliding window begin with; the size of the window follows."""
-_QUERY, _KEY, _VALUE, _PAST_KEY = 0, 1, 2, 3
+_QUERY, _KEY, _VALUE, PAST_KEY, PAST_VALUE = 0, 1, 2, 3, 4
 _LAST_SLOT, _TOTAL = 5, 6
 _COSINES, _SINES = 7, 8
 _SINKS = 11
@@ -101,7 +101,7 @@ def attend_from_last(editor: GraphEditor, rows: str) -> None:
         attributes, selection = attribute_values(each), selections.get(each.output[0])
         if each.op_type != OPERATOR or selection is None:
             return [] if each in gone else [each]
-        kv_heads, size = attributes["kv_num_heads"], editor.shape(each.input[_PAST_KEY])[-1]
+        kv_heads, size = attributes["kv_num_heads"], editor.shape(each.input[PAST_KEY])[-1]
         if attributes["num_heads"] == kv_heads or not isinstance(size, int):
             return [each]
         if input_at(each, BIAS) or any(each.input[_SINKS + 1 :]) or has_no_slots(editor, each.input[_KEY]):
@@ -109,7 +109,7 @@ def attend_from_last(editor: GraphEditor, rows: str) -> None:
         gone.append(selection)
         nodes, last = unpacked(editor, each), f"{each.output[0]}.last"
         query, key, value, *others = each.input
-        written = [key, key, value, *others[: _SINES + 1 - _PAST_KEY]]
+        written = [key, key, value, *others[: _SINES + 1 - PAST_KEY]]
         kept = [f"{each.output[0]}.unread", *each.output[1:3]]
         nodes.append(node(OPERATOR, written, kept, domain=MICROSOFT, **attributes | {"num_heads": kv_heads}))
         nodes.append(node("Gather", [query, editor.integers("last.token", -1)], [last], axis=1))
@@ -161,7 +161,7 @@ def take_windows(editor: GraphEditor, *, from_later_slots: bool = False) -> bool
                 inputs[name].CopyFrom(inputs[each.input[place]])
                 inputs[name].name = name
             each.input[place] = name
-        for past in each.input[_PAST_KEY : _PAST_KEY + 2] if from_later_slots else ():
+        for past in each.input[PAST_KEY : PAST_KEY + 2] if from_later_slots else ():
             if past in inputs:  # else another layer has written them
                 inputs[past].type.tensor_type.shape.dim[2].dim_param = f"window_{window}"
     return has_windows
@@ -290,7 +290,7 @@ def head_size(editor: GraphEditor, attention: Message) -> int:
     Raises:
         CannotRewriteError: neither is known.
     """
-    past = editor.shape(attention.input[_PAST_KEY])
+    past = editor.shape(attention.input[PAST_KEY])
     if len(past) == 4 and isinstance(past[3], int):
         return past[3]
     attributes = attribute_values(attention)

@@ -21,7 +21,7 @@ from ...errors import EdgeError
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
 from ..kv.arena import KVArena
 from ..kv.buffers import NumpyBuffers
-from .attention_edits import OPERATOR, rotated_halves, rotation_of
+from .attention_edits import OPERATOR, PAST_KEY, rotated_halves, rotation_of
 from .bound_graph import BoundGraph
 from .graph_io import GraphIO
 
@@ -29,8 +29,6 @@ _CHECK_TOKENS: Final = 9
 _CHECK_TOLERANCE: Final = 0.01
 """Largest difference of a key from the one that it must equal, relative to the largest key. Activations in 8 bits
 change keys by less, wrong rotations by about as much as the keys."""
-_PAST_KEY: Final = 3
-"""Index of the operator's input."""
 _MAX_GRAPH_BYTES: Final = 256 << 20
 """Largest file that is read for its tables: one with its weights inside is not worth the memory."""
 _NORM_TOLERANCE = 1e-3
@@ -129,7 +127,7 @@ def _rotations(editor: GraphEditor) -> Mapping[str, KeyRotation]:
         if node.op_type == OPERATOR and (rotation := rotation_of(editor, node)) is not None:
             cosines, sines = (editor.array(name) for name in rotation.tables)
             if cosines is not None and sines is not None:
-                found[node.input[_PAST_KEY]] = KeyRotation(cosines, sines, rotation.interleaved)
+                found[node.input[PAST_KEY]] = KeyRotation(cosines, sines, rotation.interleaved)
     return found
 
 

@@ -26,10 +26,8 @@ from ...models.onnx_file.model_messages import (
     tensor,
 )
 from ..kv.cache_scales import CacheScales, Floats
-from .attention_edits import OPERATOR, Rotation, rotated_halves, rotation_of
+from .attention_edits import OPERATOR, PAST_KEY, PAST_VALUE, Rotation, rotated_halves, rotation_of
 
-_PAST_KEY, _PAST_VALUE = 3, 4
-"""Indices of the operator's inputs."""
 _PRESENT_KEY, _PRESENT_VALUE = 1, 2
 _KEY_SCALES, _VALUE_SCALES = 12, 13
 _HINT: Final = "leave --kv out, or export the model with edge-run export"
@@ -66,7 +64,7 @@ def key_rotations(graph: Path) -> dict[str, Rotation | None]:
         editor = GraphEditor(graph)
     except CannotRewriteError as error:
         raise BundleError(f"{graph} has no {OPERATOR}, which a quantized KV cache needs", _HINT) from error
-    return {node.input[_PAST_KEY]: rotation_of(editor, node) for node in _attentions(editor.model, graph)}
+    return {node.input[PAST_KEY]: rotation_of(editor, node) for node in _attentions(editor.model, graph)}
 
 
 def with_quantized_cache(graph: Path, scales: CacheScales, serialized: bytes | None = None) -> bytes:
@@ -83,7 +81,7 @@ def with_quantized_cache(graph: Path, scales: CacheScales, serialized: bytes | N
     model = read_model(graph) if serialized is None else ModelProto.FromString(serialized)
     changed: dict[str, int] = {}
     for number, node in enumerate(_attentions(model, graph)):
-        pasts = [node.input[_PAST_KEY], node.input[_PAST_VALUE]]
+        pasts = [node.input[PAST_KEY], node.input[PAST_VALUE]]
         try:
             both = [scales.tensors[name] for name in pasts]
         except KeyError as error:
@@ -120,10 +118,10 @@ def _attentions(model: Message, graph: Path) -> Iterator[Message]:
         raise BundleError(f"{graph} has no {OPERATOR}, which a quantized KV cache needs", _HINT)
     written = {name for node in found for name in node.output[_PRESENT_KEY : _PRESENT_VALUE + 1]}
     for node in found:
-        if written.intersection(node.input[_PAST_KEY : _PAST_VALUE + 1]):
+        if written.intersection(node.input[PAST_KEY : PAST_VALUE + 1]):
             # With codes, the CPU's operator demands a cache output of its own, which would be a copy.
             raise BundleError(f"{graph} has layers that read the cache of another layer ({node.name})", _HINT)
-        caches = list(node.input[_PAST_KEY : _PAST_VALUE + 1])
+        caches = list(node.input[PAST_KEY : PAST_VALUE + 1])
         presents = list(node.output[_PRESENT_KEY : _PRESENT_VALUE + 1])
         if len(caches) != 2 or len(presents) != 2 or not inputs.issuperset(caches) or not outputs.issuperset(presents):
             raise BundleError(f"{graph} computes with its cache before {OPERATOR} reads it ({node.name})", _HINT)

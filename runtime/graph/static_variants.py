@@ -211,7 +211,7 @@ class StaticGraphs(DecoderGraph):
         session = self.compiled.load(self._files[first])
         self.on_cpu = self.compiled.on_cpu
         self.graph_io = replace(
-            _graph_io(session, bundle, str(bundle.graph.with_name(self._files[first]))),
+            static_graph_io(session, bundle, str(bundle.graph.with_name(self._files[first]))),
             capacity=self.capacities[-1],
             widths=tuple(width for width in self.widths if self._gives_all_logits(bundle, width)),
         )
@@ -346,7 +346,7 @@ def _files_by_shape(bundle: Bundle) -> dict[tuple[int, int], str]:
     return files
 
 
-def _graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> GraphIO:
+def static_graph_io(session: ort.InferenceSession, bundle: Bundle, where: str) -> GraphIO:
     """Inputs and outputs of a static graph; shapes are those of this one.
 
     Raises:

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import edgerun
 from edgerun import Engine, GenerateOptions
 from edgerun.export import FP32, ExportRecipe, WeightFormat, export_checkpoint
-from edgerun.export.check.head_reference import reference_head
-from edgerun.export.check.reference import Reference
+from edgerun.export.check.reference import Reference, reference_head
 from edgerun.export.check.reference_operations import looked_up
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout

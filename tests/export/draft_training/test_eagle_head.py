@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from edgerun.errors import InputError  # noqa: E402
-from edgerun.export.check.head_reference import reference_head  # noqa: E402
-from edgerun.export.check.reference import reference_logits  # noqa: E402
+from edgerun.export.check.reference import reference_head, reference_logits  # noqa: E402
 from edgerun.export.checkpoint.config import read_config  # noqa: E402
 from edgerun.export.checkpoint.safetensors_files import Checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402

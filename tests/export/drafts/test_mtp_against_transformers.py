@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from edgerun.export import FP32, ExportRecipe
-from edgerun.export.check.head_reference import reference_head
+from edgerun.export.check.reference import reference_head
 from edgerun.export.check.reference_operations import looked_up
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import embedding_layout

@@ -15,9 +15,10 @@ from edgerun.errors import CheckpointError, EdgeError
 from edgerun.export import ExportRecipe
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
-from edgerun.export.checkpoint.open import require_tokenizer
+from edgerun.export.checkpoint.open import require_readable
 from edgerun.export.checkpoint.source import RowRange
 from edgerun.export.gguf import open_gguf
+from edgerun.models.bundle import GRAPH_NAME, Bundle
 from edgerun.models.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf
 from support.nightly import examples
@@ -40,7 +41,7 @@ def read_all(path: Path) -> None:
         config = read_config(model.folder)
         for name, shape in expected_tensors(config):
             model.require(name, shape)
-        require_tokenizer(model.folder, config.vocab_size)
+        require_readable(Bundle(model.folder, model.folder / GRAPH_NAME, None), config.vocab_size)
         for name, shape in expected_tensors(config):
             if len(shape) == 2 and (stored := model.stored_format(name)).block:
                 model.quantized(RowRange(name, 0, shape[0]), stored)

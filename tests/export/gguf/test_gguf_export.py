@@ -232,26 +232,22 @@ def llama3_divisors(base: float, dim: int, scaling) -> np.ndarray:
     ],
     ids=["llama-3.1", "llama-3.2", "other numbers"],
 )
-def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path, numbers) -> None:
+def test_frequency_divisors_rotate_like_llama3_scaling(tmp_path, numbers) -> None:
     scaling = {**LLAMA3, **numbers}
     overrides = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 500000.0}
     source = write_checkpoint(tmp_path / "checkpoint", rope_scaling=scaling, **overrides)
     divisors = llama3_divisors(500000.0, 64, scaling)
     file = write_gguf(tmp_path / "model.gguf", source, tensors={"rope_freqs.weight": divisors})
     with open_gguf(file) as model:
-        found = read_json(model.folder / "config.json")["rope_scaling"]
-        read = read_config(model.folder).attention[0].rope.frequencies(64, 256)
-    expected = read_config(source).attention[0].rope.frequencies(64, 256)
-    if numbers["original_max_position_embeddings"] == 8192:
-        assert found == scaling
-    np.testing.assert_allclose(read, expected, rtol=1e-5)
+        read, expected = (read_config(each) for each in (model.folder, source))
+    frequencies = (each.attention[0].rope.frequencies(64, 256) for each in (read, expected))
+    np.testing.assert_allclose(*frequencies, rtol=1e-6)
+    assert (read.default_positions, read.attention[0].rope.attention_factor) == (expected.default_positions, 1.0)
 
 
 @pytest.mark.parametrize(
     ("divisors", "also", "message"),
     [
-        (np.linspace(1, 8, 8), {}, "rope_freqs.weight does not hold the divisors of Llama 3's rope scaling"),
-        (np.full(8, 0.5), {}, "rope_freqs.weight does not hold the divisors of Llama 3's rope scaling"),
         (np.full(7, 2.0), {}, "rope_freqs.weight does not hold 8 positive divisors"),
         (np.full(8, 0.0), {}, "rope_freqs.weight does not hold 8 positive divisors"),
         (

@@ -17,12 +17,12 @@ from edgerun.export.calibration.calibration_text import CalibrationText
 from edgerun.export.calibration.collect_statistics import collect_statistics
 from edgerun.export.calibration.smooth_quant import smoothed_linears
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.check.static_parity import StaticContractSession
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import layer_layout
 from edgerun.export.checkpoint.open import open_source
-from edgerun.export.npu.integer_linears import IntegerLinears, integer_range
-from edgerun.export.npu.static_decoder import write_static_graphs
+from edgerun.export.npu.npu_weights import IntegerLinears, integer_range
+from edgerun.export.npu.static_decoder import static_logits, write_static_graphs
+from edgerun.export.npu.static_shapes import StaticShape
 from edgerun.models.progress import silent
 from support.tiny_models import ATTENTION_FAMILIES, tiny_config, tiny_weights, write_checkpoint, write_weights
 
@@ -61,17 +61,17 @@ class Calibrated:
     def reference(self, source: Any, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return reference_logits(source, read_config(self.source), tokens, 256)
 
-    def graph(self, integers: IntegerLinears, width: int = 4) -> StaticContractSession:
+    def logits(self, integers: IntegerLinears, width: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         bundle = self._folder / "bundle"
         bundle.mkdir(exist_ok=True)
         content = replace(self.content, integer_linears=integers)
         write_static_graphs(bundle, content, write_graph(bundle, content)[0], silent)
-        return StaticContractSession(bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
+        return static_logits(bundle, StaticShape(width, CAPACITY))(tokens)
 
     def error(self, integers: IntegerLinears, width: int = 4) -> float:
         """Root mean square of the logit differences to the float model, relative to the logits' standard deviation."""
-        expected, every = self.reference(self.content.source, TEXTS[0]), np.arange(len(TEXTS[0]))
-        difference = self.graph(integers, width).logits_of(TEXTS[0], every) - expected
+        expected = self.reference(self.content.source, TEXTS[0])
+        difference = self.logits(integers, width, TEXTS[0]) - expected
         return float(np.sqrt(np.square(difference).mean()) / expected.std())
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from edgerun.errors import ExportError, InputError
 from edgerun.export import FP32, INT2, INT4, ExportRecipe, WeightFormat, export_checkpoint, export_model
-from edgerun.export.check import static_parity
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
-from edgerun.export.check.static_parity import StaticContractSession
 from edgerun.export.checkpoint.open import open_source
+from edgerun.export.npu import static_decoder
 from edgerun.export.npu.static_shapes import static_shapes
 from edgerun.export.quantization.methods import with_methods
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import write_gguf
+from support.static_passes import StaticGraph
 from support.tiny_models import (
     ATTENTION_FAMILIES,
     exported,
@@ -49,8 +49,8 @@ class Exported:
         self._source = folder / "checkpoint"
         self._recipe = recipe
 
-    def graph(self, width: int) -> StaticContractSession:
-        return StaticContractSession(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
+    def graph(self, width: int) -> StaticGraph:
+        return StaticGraph(self.bundle / f"model_npu_w{width}_c{CAPACITY}.onnx")
 
     def reference(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
         """Logits of every token, [n, vocabulary]."""
@@ -73,7 +73,7 @@ def require_agreement(exported: Exported) -> None:
     cache = graphs[1].empty_cache()
 
     def pass_of(width: int, start: int, stop: int) -> None:
-        result = graphs[width].extend(cache, start, tokens[start:stop])
+        result = graphs[width].run(cache, start, tokens[start:stop])
         wanted = expected[start:stop][-len(result.logits) :]
         assert np.abs(result.logits - wanted).max() < allowed
         assert result.next_ids.tolist() == result.logits.argmax(axis=-1).tolist()
@@ -122,7 +122,7 @@ def test_weight_formats_agree_with_the_reference(
 
 
 def test_offsets_of_a_gguf_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_parity, "TOLERANCE", TOLERANCE)
+    monkeypatch.setattr(static_decoder, "TOLERANCE", TOLERANCE)
     source = write_checkpoint(tmp_path / "checkpoint", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
     file = write_gguf(tmp_path / "model.gguf", source, "Q4_1")
     recipe = ExportRecipe(None, device="npu", widths=WIDTHS, contexts=(CAPACITY,))

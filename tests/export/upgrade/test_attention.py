@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from edgerun import BundleError, EdgeError
-from edgerun.export.upgrade.attention_fusion import fuse_operators
+from edgerun.export.upgrade.attention_fusion import Rotation, find_rotation, fuse_operators
 from edgerun.export.upgrade.attention_pattern import Attention, find_attention
-from edgerun.export.upgrade.contract_inputs import window_of_bias, wire_attention
+from edgerun.export.upgrade.contract_inputs import select_positions, window_of_bias, wire_attention
 from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.graph_parts import in_place
 from edgerun.export.upgrade.parity import require_same, run_reference
-from edgerun.export.upgrade.rotary_pattern import Rotation, find_rotation
-from edgerun.export.upgrade.selected_logits import select_positions
 from edgerun.export.upgrade.subgraph_runner import SubgraphRunner
 from support.small_graphs import Nodes
 

@@ -1,20 +1,21 @@
-"""IBM Granite 3 and 4.0-H, and LFM2: attention with normalized heads between layers of gated short convolutions."""
+"""IBM Granite 3 and 4.0-H, LFM2 (attention between layers of gated short convolutions), and gpt-oss."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from .family import Experts, Family, Norms, Power, SharedExpert
+from .family import Experts, Family, Norms, SharedExpert
+from .layer_attention import windows_but_in_every_nth
 from .state_layers import read_convolutions, read_mamba2
 from .vision import LFM2_VL
 
 _GRANITE: Final = Family(
     attention_bias="attention_bias",
     mlp_bias="mlp_bias",
-    attention_scale=Power("attention_multiplier"),
-    embedding_scale=Power("embedding_multiplier"),
-    residual_scale=Power("residual_multiplier"),
-    logits_scale=Power("logits_scaling", -1),
+    attention_scale=("attention_multiplier", 1.0),
+    embedding_scale=("embedding_multiplier", 1.0),
+    residual_scale=("residual_multiplier", 1.0),
+    logits_scale=("logits_scaling", -1.0),
 )
 """IBM Granite 3 (dense): Llama with factors on embeddings, attention scores, residuals and logits."""
 _LFM2: Final = Family(
@@ -64,4 +65,38 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "lfm2": _LFM2,
     "lfm2_vl": replace(_LFM2, nested_type="lfm2", vision=LFM2_VL),
+    # MXFP4 experts, attention sinks, biases, a sliding window in every second layer.
+    "gpt_oss": Family(
+        attention_bias="attention_bias",
+        experts=Experts(
+            count=("num_local_experts",),
+            intermediate_size="intermediate_size",
+            normalized=True,
+            router="router",
+            bias=True,
+            stacked=True,
+            alpha="swiglu_alpha",
+            limit="swiglu_limit",
+            up_offset=1.0,
+        ),
+        quant_method="mxfp4",
+        sinks=True,
+        windows=windows_but_in_every_nth,
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+    ),
 }
