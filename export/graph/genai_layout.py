@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
@@ -29,11 +28,10 @@ from ..check.contract_session import ContractSession, ModelSession, require_clos
 from ..check.parity import with_float_activations
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
+from ..checkpoint.source import Float32Array
 from . import inputs_outputs
 from .embedding_head import HEAD_INPUT
 from .head_parts import needed_nodes, replace_content
-
-Floats: TypeAlias = npt.NDArray[np.float32]
 
 _LENGTH_INPUTS: Final = ("seqlens_k", "total_sequence_length")
 _PASS_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
@@ -72,7 +70,9 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
     require_close(logits, expected, "the graph for GenAI differs from the one it was made of")
 
 
-def _logits_with_growing_cache(folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray) -> Floats:
+def _logits_with_growing_cache(
+    folder: Path, model: ModelProto, config: DecoderConfig, tokens: TokenArray
+) -> Float32Array:
     """Run a graph in GenAI's layout over a prompt and then single tokens; returns logits [tokens, vocabulary]."""
     session = ModelSession(model, folder)
     names, outputs = ([value.name for value in values] for values in (model.graph.input, model.graph.output))

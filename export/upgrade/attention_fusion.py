@@ -24,17 +24,16 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ExportError
+from ...runtime.graph.attention_edits import rotated_halves
+from ..checkpoint.source import Float32Array
 from .attention_pattern import Attention, find_attention
 from .decoder_io import PassShape
 from .editable import MICROSOFT, EditableGraph
 from .graph_parts import unsupported
 from .plain_operators import fold_shapes, fuse_gelu, fuse_norms
 from .subgraph_runner import SubgraphRunner, channels
-
-Float32Array = npt.NDArray[np.float32]
 
 _CHUNK: Final = 1024
 """Number of positions whose cosines and sines are computed in one run."""
@@ -72,9 +71,8 @@ class RotaryTable:
 
 def _split_pairs(heads: Float32Array, pairs: int, interleaved: bool) -> tuple[Float32Array, Float32Array]:
     """Views of the first and second channels of the rotated pairs, [..., pairs] each."""
-    if interleaved:
-        return heads[..., 0 : 2 * pairs : 2], heads[..., 1 : 2 * pairs : 2]
-    return heads[..., :pairs], heads[..., pairs : 2 * pairs]
+    first, second = rotated_halves(2 * pairs, interleaved=interleaved)
+    return heads[..., first], heads[..., second]
 
 
 Rotation = tuple[str, str, RotaryTable]

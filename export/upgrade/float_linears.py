@@ -12,18 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from onnx import TensorProto, numpy_helper
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import in_order
+from ..checkpoint.source import Float32Array, in_order
 from ..graph.nodes import gather_settings, matmul_nbits_settings
 from ..quantization.codes import blocks_of, nearest_rows
 from .decoder_io import TOKENS, embedding_lookup, find_lm_head
 from .editable import EditableGraph, Node, Operand
 from .graph_parts import FLOATS, Array, Computed, Source, Tensor, unsupported
-
-Float32Array = npt.NDArray[np.float32]
 
 _CHUNK: Final = 1 << 22
 """Number of weights that are rounded, compared or converted at once."""

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...models.progress import Progress, silent
 from ..check.contract_session import TOLERANCE, ContractSession, ModelSession, require_close
 from ..check.parity import Parity, require_correlation, with_float_activations
+from ..check.reference import TokenArray
+from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
 from .contract_inputs import AttentionShape
 from .decoder_io import TOKENS, CacheTensor, PassShape, input_value
@@ -33,9 +34,6 @@ HALF_TOLERANCE: Final = 5e-2
 MIN_CORRELATION: Final = 0.5
 """Smallest correlation of the shipped logits with the source's. Rounding to 4 bits lowers it by a hundredth for a
 trained model and by an eighth for random weights in 24 layers; with misplaced weights it is about 0."""
-
-Float32Array = npt.NDArray[np.float32]
-TokenArray = npt.NDArray[np.int64]
 
 _SAME_POSITION: Final = 1e-2
 """Largest difference of a logit that different kernels for different pass widths explain, in half precision too."""
