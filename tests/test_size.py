@@ -11,12 +11,12 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 
 BUDGET = {
     "edge": (14_765, 109, 250),
-    "export": (15_261, 133, 171),
-    "runtime": (23_577, 201, 354),
-    "models": (3_243, 30, 36),
+    "export": (15_013, 126, 167),
+    "runtime": (23_575, 201, 354),
+    "models": (3_244, 30, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_970, "runtime.engine": 24_633, "edge.cli.run": 25_790}
+CLOSURES = {"runtime.decode": 3_970, "runtime.engine": 24_632, "edge.cli.run": 25_789}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
