@@ -90,7 +90,8 @@ def complete_bundle(
     """
     config, plan, text, times = content.config, model.plan, model.text, model.times
     quality, shipped = _quality(folder, model, progress)
-    calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in (text.calibration, text.held_out))
+    parts = ((*text.calibration, *text.more), text.held_out)
+    calibration_tokens, held_out_tokens = (sum(map(len, part)) for part in parts)
     calibration = Calibration(text.origin, calibration_tokens, held_out_tokens, awq=recipe.awq)
     change_manifest(folder, calibration=calibration, quality=shipped.as_mapping())
     cache_note = store_cache_scales(folder, text)

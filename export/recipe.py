@@ -73,7 +73,7 @@ class ExportRecipe:
     )
     method: str | None = option(
         None,
-        "Quantization method; gptq, yaqa and awq need calibration text, yaqa also the extra train.",
+        "Quantization method; all but rtn and k-quant need calibration text, yaqa and learned also the extra train.",
         choices=MethodChoice,
         unset="k-quant for int4 and int2, rtn for int8",
     )
@@ -296,12 +296,17 @@ class ExportRecipe:
         if self.method is None:
             return None
         name = self.method.removeprefix("awq+")
-        return {"awq": Method.RTN, "yaqa": Method.GPTQ}.get(name) or Method(name)
+        return {"awq": Method.RTN, "yaqa": Method.GPTQ, "learned": Method.GPTQ}.get(name) or Method(name)
 
     @property
     def gradients(self) -> bool:
         """Whether GPTQ weighs errors by gradients."""
-        return self.method in (MethodChoice.YAQA, MethodChoice.AWQ_YAQA)
+        return self.learns or self.method in (MethodChoice.YAQA, MethodChoice.AWQ_YAQA)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the codes of GPTQ with gradients are learned further."""
+        return self.method in (MethodChoice.LEARNED, MethodChoice.AWQ_LEARNED)
 
     @property
     def methods(self) -> Mapping[int, Method]:

@@ -66,6 +66,7 @@ NOT_RUN: Final = {
     "edge-run my-model --tools servers.json": "needs servers; tests/edge/terminal/test_chat_tools.py has some",
     "edge-run my-model --device gpu": "needs a GPU; tests of devices have one in software",
     "edge-run export CHECKPOINT OUT --method yaqa": "needs PyTorch; tests/export/calibration/test_gradients.py has it",
+    "edge-run export CHECKPOINT OUT --method learned": "needs PyTorch; test_learned_rounding.py beside it has it",
     "edge-run train-draft TARGET OUT": "needs PyTorch; tests/edge/cli/test_train_draft_command.py trains",
     "edge-run export CHECKPOINT MODEL --draft OUT": "needs what training writes; tests/export/drafts has such drafts",
     "curl": "tests/edge/server/test_guide.py runs these lines",

@@ -89,13 +89,25 @@ class QuantizedLinearStore(ModelSource):
             CheckpointError: A tensor cannot be read.
             OSError: The disk refused a write.
         """
-        folder = self._folder_of(linear, weight_format)
-        if weight_format.bits == 32 or folder.is_dir():
+        if self.has(linear, weight_format):
             return
         ranges = (rows for name in linear.weights for rows in self.row_ranges(name))
         with _BLAS.limit(limits=1, user_api="blas"):
             pieces = list(in_order(lambda rows: self._new_rows(rows, weight_format, target), ranges))
-        _save(folder, joined_rows(pieces)._asdict())
+        self.keep(linear, weight_format, joined_rows(pieces))
+
+    def has(self, linear: FusedLinear, weight_format: WeightFormat) -> bool:
+        """Whether the store has a linear, or it is not quantized."""
+        return weight_format.bits == 32 or self._folder_of(linear, weight_format).is_dir()
+
+    def keep(self, linear: FusedLinear, weight_format: WeightFormat, rows: QuantizedRows) -> None:
+        """Keep a quantized linear unless the store has it.
+
+        Raises:
+            OSError: The disk refused a write.
+        """
+        if not self.has(linear, weight_format):
+            _save(self._folder_of(linear, weight_format), rows._asdict())
 
     def whole(self, linear: FusedLinear, weight_format: WeightFormat) -> QuantizedRows:
         """All rows of a quantized linear, memory-mapped; quantized first if necessary."""

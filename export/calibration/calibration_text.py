@@ -31,6 +31,10 @@ _TOKENS_PER_INPUT: Final = 16
 _FEWEST_TOKENS: Final = 4096
 _HELD_OUT_SHARE: Final = 4
 """One token in so many is held out."""
+_LEARNED_FACTOR: Final = 8
+"""How much more text is read by default where rounding is learned."""
+LEARNED_CHECK_SHARE: Final = 16
+"""At least one token in so many is then read for that alone, so that its error can be measured on unknown text."""
 _STAGE: Final = "text"
 _TRIAL: Final = "trial"
 _TEXT_FILE: Final = "text.npz"
@@ -45,6 +49,8 @@ class CalibrationText(NamedTuple):
     """Texts on which the exported model is measured."""
     origin: str
     """Source of the texts for people: a file's name, or the model itself."""
+    more: tuple[TokenArray, ...] = ()
+    """Texts that are read for learned rounding alone."""
 
 
 def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, progress: Progress) -> CalibrationText:
@@ -65,7 +71,8 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
         OSError: The disk refused a write.
     """
     max_text_tokens = min(MAX_TEXT_TOKENS, model.context)
-    max_tokens, file = recipe.calibration_tokens or default_tokens(model.config), recipe.calibration_file
+    most, file = default_tokens(model.config), recipe.calibration_file
+    max_tokens = recipe.calibration_tokens or most * (_LEARNED_FACTOR if recipe.learns else 1)
     kept = folder / _TEXT_FILE
     if kept.is_file():
         with np.load(kept, allow_pickle=False) as stored:
@@ -98,7 +105,7 @@ def calibration_text(model: SourceModel, recipe: ExportRecipe, folder: Path, pro
         write_atomically(kept, lambda file: np.savez(file, *texts))
         progress(_STAGE, 1.0)
     origin = "text sampled from the model itself" if file is None else file.name
-    return split_texts(texts, origin, max_text_tokens, recipe.seed)
+    return split_texts(texts, origin, max_text_tokens, recipe.seed, most if recipe.learns else None)
 
 
 def default_tokens(config: DecoderConfig) -> int:
@@ -111,7 +118,9 @@ def default_tokens(config: DecoderConfig) -> int:
     return min(DEFAULT_CALIBRATION_TOKENS, max(_FEWEST_TOKENS, _TOKENS_PER_INPUT * widest))
 
 
-def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, seed: int = 0) -> CalibrationText:
+def split_texts(
+    texts: Sequence[TokenArray], origin: str, max_text_tokens: int, seed: int = 0, most: int | None = None
+) -> CalibrationText:
     """Split texts into a calibration and a held-out part, in random order.
 
     Args:
@@ -119,6 +128,7 @@ def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, 
         origin: Source of the texts.
         max_text_tokens: Length at which longer texts are cut.
         seed: Seed of the order, which is also the order of the batches, so that the first few are a fair sample.
+        most: Number of tokens of both parts, where all further text is for learned rounding; None for all.
 
     Raises:
         InputError: There are too few tokens.
@@ -138,9 +148,11 @@ def split_texts(texts: Sequence[TokenArray], origin: str, max_text_tokens: int, 
     if len(found) < _HELD_OUT_SHARE:
         found = [part for piece in found for part in np.array_split(piece, min(_HELD_OUT_SHARE, len(piece) // 2))]
     order = np.random.default_rng(seed).permutation(len(found))
-    held_out: list[TokenArray] = []
-    calibration: list[TokenArray] = []
+    parts = held_out, calibration, more = list[TokenArray](), list[TokenArray](), list[TokenArray]()
+    wanted = total if most is None else min(most, total - total // LEARNED_CHECK_SHARE)
+    read = 0
     for number in order.tolist():
-        lacks_held_out = _HELD_OUT_SHARE * sum(map(len, held_out)) < total
-        (held_out if lacks_held_out else calibration).append(found[number])
-    return CalibrationText(tuple(calibration), tuple(held_out), origin)
+        part = 0 if _HELD_OUT_SHARE * read < wanted else 1 if read < wanted else 2
+        parts[part].append(found[number])
+        read += len(found[number])
+    return CalibrationText(tuple(calibration), tuple(held_out), origin, tuple(more))

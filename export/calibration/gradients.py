@@ -1,4 +1,4 @@
-"""Second moments of the gradients at the outputs of linears, by PyTorch (extra `train`).
+"""Second moments of the gradients at the outputs of linears and layers, by PyTorch (extra `train`).
 
 The Hessian of the KL divergence from a model is its Fisher information: the second moments of the gradients of a
 token's negative log-probability, where tokens are sampled from the model's own softmax (Martens, 2014). One token is
@@ -32,8 +32,8 @@ from ..checkpoint.source import Float32Array, RowRange, in_order
 from .calibration_text import CalibrationText
 from .layer_graphs import HIDDEN, SUM
 from .layer_runner import LayerRunner, head_model, norm_model
-from .output_moments import OutputMoments
-from .text_batches import pack_texts
+from .output_moments import OutputMoments, states_after
+from .text_batches import Batch, pack_texts
 
 STAGE: Final = "gradients"
 _DONE: Final = "done"
@@ -46,7 +46,7 @@ Attributes = Mapping[str, Any]
 def collect_gradients(
     model: SourceModel, text: CalibrationText, folder: Path, seed: int, progress: Progress
 ) -> OutputMoments:
-    """Collect the second moments of the gradients at the outputs of all layers' linears, unless a folder has them.
+    """Collect the second moments of the gradients at the outputs of layers and their linears, unless a folder has them.
 
     Args:
         model: The float model.
@@ -131,20 +131,21 @@ class _Collector:
 
     def run_backward(self, index: int, mixes: bool) -> None:
         """Collect the moments of half a layer, and compute the gradients before it."""
-        matrices, half = self._runner.half_matrices(index, mixes), self._runner.half_graph(index, mixes)
+        matrices = {name: torch.from_numpy(each) for name, each in self._runner.half_matrices(index, mixes).items()}
+        half = self._runner.half_graph(index, mixes)
         linears = {each.name: each for each in layer_layout(self._config, index).linears}
         sums: defaultdict[RowRange, list[Any]] = defaultdict(lambda: [0, 0])
         for number, batch in enumerate(self._batches):
             file = self._states(index, mixes, number)
-            feeds = self._runner.feeds(index, mixes, read_array(file), batch, lambda each: matrices[each.name])
+            hidden = torch.from_numpy(read_array(file)).requires_grad_()
             file.unlink()
-            tensors = {name: torch.from_numpy(np.asarray(each)) for name, each in feeds.items()}
-            hidden = tensors[HIDDEN].requires_grad_()
-            values = run_graph(half.graph, tensors)
+            values = half_values(self._runner, index, mixes, hidden, batch, matrices)
             products = {half.own(name, index): values[f"{name}.product"] for name in half.captured}
-            found = torch.autograd.grad(values[SUM], [hidden, *products.values()], self._upstream[number])
-            self._upstream[number], filled = found[0], torch.from_numpy(batch.filled)
-            for linear, gradients in zip(products, found[1:], strict=True):
+            after, filled = self._upstream[number], torch.from_numpy(batch.filled)
+            self._upstream[number], *found = torch.autograd.grad(values[SUM], [hidden, *products.values()], after)
+            if not mixes:
+                sums[states_after(index)][number % 2] += after[filled].T @ after[filled]
+            for linear, gradients in zip(products, found, strict=True):
                 first = 0
                 for name in linears[linear].weights:
                     for rows in self._runner.source.row_ranges(name):
@@ -170,6 +171,17 @@ def shrunk(first: Tensor, second: Tensor) -> Tensor:
     lengths = torch.linalg.norm(one) * torch.linalg.norm(other)
     common = ((one * other).sum() / lengths).clamp(min=0) if lengths > 0 else 0.0
     return variances + 2 * common / (1 + common) * (one + other)
+
+
+def half_values(
+    runner: LayerRunner, index: int, mixes: bool, hidden: Tensor, batch: Batch, matrices: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """All values of the graph of half of layer `index`, from hidden states and the matrices of its linears."""
+    half, states = runner.half_graph(index, mixes), hidden.detach().numpy()
+    feeds = runner.feeds(index, mixes, states, batch, lambda each: matrices[each.name].detach().numpy())
+    tensors = {name: torch.from_numpy(np.asarray(each)) for name, each in feeds.items()}
+    own = {name: matrices[half.own(linear.name, index)] for name, linear in half.matrices.items()}
+    return run_graph(half.graph, {**tensors, HIDDEN: hidden, **own})
 
 
 def run_graph(graph: GraphProto, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:

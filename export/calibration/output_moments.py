@@ -32,11 +32,16 @@ class OutputMoments:
         return self.folder / f"{rows.name}.{rows.start}.npy"
 
 
-def require_torch() -> None:
+def states_after(index: int) -> RowRange:
+    """What the moments of the hidden states after layer `index` are kept as, since they belong to no matrix."""
+    return RowRange(f"states.{index}", 0, 0)
+
+
+def require_torch(method: str | None) -> None:
     """Refuse to go on without PyTorch.
 
     Raises:
         InputError: it is not installed.
     """
     if find_spec("torch") is None:
-        raise InputError("--method yaqa needs PyTorch", 'install it: pip install "edge-run[train]"')
+        raise InputError(f"--method {method} needs PyTorch", 'install it: pip install "edge-run[train]"')

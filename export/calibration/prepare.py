@@ -82,7 +82,7 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     """
     config, budget = checkpoint.config, recipe.parsed_budget
     if recipe.gradients:
-        require_torch()
+        require_torch(recipe.method)
     task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
@@ -135,6 +135,12 @@ def _quantized(
 
             outputs = collect_gradients(model, text, folder / _OUTPUTS, recipe.seed, progress)
         quantize_sequentially(model, text, plan, store, progress, outputs)
+        if recipe.learns and outputs is not None:
+            from .learned_rounding import learn_rounding  # noqa: PLC0415 -- likewise
+
+            learned = QuantizedLinearStore(store, config, folder / f"learned-{key}")
+            learn_rounding(model, text, plan, store, learned, outputs, progress)
+            store = learned
     else:
         # One after the other, before the threads that write the bundle need them.
         linears = list(planned_linears(config))

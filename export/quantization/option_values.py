@@ -51,10 +51,12 @@ class MethodChoice(StrEnum):
     K_QUANT = "k-quant"
     GPTQ = "gptq"
     YAQA = "yaqa"  # GPTQ with gradients
+    LEARNED = "learned"  # begins with yaqa's codes
     AWQ = "awq"
     AWQ_K_QUANT = "awq+k-quant"
     AWQ_GPTQ = "awq+gptq"
     AWQ_YAQA = "awq+yaqa"
+    AWQ_LEARNED = "awq+learned"
 
 
 class ActivationsChoice(StrEnum):

@@ -22,6 +22,8 @@ from ..upgrade import holds_graph
 
 _PASSES: Final = 20
 """Passes of the float model over the calibration text that take as long as all that an export does with it."""
+_LEARNING_TOKENS: Final = 600_000
+"""Tokens whose pass through the float model takes as long as learning to round it, and reading more text for that."""
 _FIXED_SECONDS: Final = 10.0
 _SPREAD: Final = 2.0
 """Measured exports took from this part to this multiple of the estimate (docs/log.md)."""
@@ -40,6 +42,8 @@ def expected_duration(source: Path, recipe: ExportRecipe) -> str | None:
     config = read_config(source)
     weights, tokens = weight_count(config), recipe.calibration_tokens or default_tokens(config)
     products, search = _PASSES * weights * tokens, 0.0
+    if recipe.learns:
+        products = weights * (_PASSES * min(tokens, default_tokens(config)) + _LEARNING_TOKENS)
     if recipe.budget is not None:
         measurements = len(list(planned_linears(config))) * len(BASE_FORMATS)
         # A measurement begins at the linear that it changes, half way through the model on average.

@@ -162,12 +162,20 @@ def test_methods_are_a_rounding_method_and_optional_awq_scaling() -> None:
         "k-quant": (Method.K_QUANT, False),
         "gptq": (Method.GPTQ, False),
         "yaqa": (Method.GPTQ, False),
+        "learned": (Method.GPTQ, False),
         "awq": (Method.RTN, True),
         "awq+k-quant": (Method.K_QUANT, True),
         "awq+gptq": (Method.GPTQ, True),
         "awq+yaqa": (Method.GPTQ, True),
+        "awq+learned": (Method.GPTQ, True),
     }
-    assert [name for name, recipe in recipes.items() if recipe.gradients] == ["yaqa", "awq+yaqa"]
+    assert [name for name, recipe in recipes.items() if recipe.gradients] == [
+        "yaqa",
+        "learned",
+        "awq+yaqa",
+        "awq+learned",
+    ]
+    assert [name for name, recipe in recipes.items() if recipe.learns] == ["learned", "awq+learned"]
 
 
 @pytest.fixture
