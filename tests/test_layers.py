@@ -20,7 +20,7 @@ ONLY_IN = {
     "huggingface_hub": ("models/hub/client.py",),
     "mcp": ("edge/tools/",),
     "msgspec": ("edge/service/", "edge/server/", "edge/rpc/", "edge/app/", "edge/conversations/", "edge/tools/"),
-    "torch": ("export/draft_training/", "export/calibration/gradients.py"),
+    "torch": ("export/draft_training/", "export/calibration/gradients.py", "export/calibration/learned_rounding.py"),
     "transformers": (),
 }
 TOKENS_ONLY = ("runtime/decode.py", "runtime/sampling/", "runtime/kv/", "runtime/graph/", "runtime/speculation/")
