@@ -121,6 +121,8 @@ class DrafterSet:
             InputError: a drafter that was asked for is not available.
         """
         choice, recording, sampling = request.options.speculation, request.recording, request.sampling
+        if recording is not None and recording.oracle_mode is not OracleMode.NONE:
+            return self._oracle_speculator(recording, len(request.prompt_ids))
         self.prompt_ids = request.prompt_ids
         model = self._model_for(choice)
         if model is not None:
@@ -167,7 +169,7 @@ class DrafterSet:
             self._sparse = new()
         return self._sparse
 
-    def oracle_speculator(self, recording: Recording, start: int) -> Speculator:
+    def _oracle_speculator(self, recording: Recording, start: int) -> Speculator:
         """The speculator whose only drafter knows the recorded answer, which begins at index `start`."""
         if recording.oracle_mode not in self._oracles:
             drafter = OracleDrafter()

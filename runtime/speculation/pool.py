@@ -39,7 +39,6 @@ from .drafters.ngram import open_bundle_table
 from .drafters.recycling import RecycledTable
 from .drafters.sparse_cache import load_sparse_draft
 from .pass_cost import PassCost
-from .replay import OracleMode
 from .speculator import Speculator
 
 _HISTORY_BYTES: Final = 64 << 20
@@ -153,7 +152,7 @@ class DrafterPool:
         Raises:
             InputError: a drafter that was asked for is not available.
         """
-        choice, recording, graph_io = request.options.speculation, request.recording, self._graph.graph_io
+        choice, graph_io = request.options.speculation, self._graph.graph_io
         off = choice == Speculation.OFF or graph_io.blocks is not None
         if off or (choice.automatic and not graph_io.supports_verification):
             yield None
@@ -161,10 +160,7 @@ class DrafterPool:
         drafters = self._take_set(request.prompt_ids)
         meter = LoadMeter(self._graph.config.threads)
         try:
-            if recording is not None and recording.oracle_mode is not OracleMode.NONE:
-                yield drafters.oracle_speculator(recording, len(request.prompt_ids))
-            else:
-                yield drafters.speculator(request, arena)
+            yield drafters.speculator(request, arena)
         finally:
             if drafters.ahead is not None:
                 drafters.ahead.end()  # the draft model is free again
