@@ -34,7 +34,7 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears
 from ..graph import inputs_outputs
-from ..graph.layer_parts import EXPERTS_NODE
+from ..graph.decoder_parts import EXPERTS_NODE
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
 from .plan_costs import Costs, weight_count
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles

@@ -24,8 +24,8 @@ from ..checkpoint.layout import layer_layout
 from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
 from ..graph.decoder import IR_VERSION, OPSET
+from ..graph.decoder_parts import Attention, append_feed_forward, append_shared_expert
 from ..graph.initializers import Initializers
-from ..graph.layer_parts import Attention, append_feed_forward, append_shared_expert
 from ..graph.linear_attention import append_states
 from ..graph.nodes import MICROSOFT, Nodes
 

@@ -228,7 +228,7 @@ class LayerRunner:
 
 
 def norm_model(config: DecoderConfig) -> ModelProto:
-    """The final norm, and the scale of the logits, applied to the head's inputs as in `graph.embedding_head`."""
+    """The final norm, and the scale of the logits, applied to the head's inputs as in `graph.decoder_parts`."""
     factor = config.logits_scale / (config.logits_softcap or 1.0)
     return parsed_model(f"""norm (float[r, h] {HIDDEN}, float[h] norm) => (float[r, h] normed)
     <float scale = {{{factor!r}}}>
@@ -240,7 +240,7 @@ def norm_model(config: DecoderConfig) -> ModelProto:
 
 
 def head_model(config: DecoderConfig) -> ModelProto:
-    """Product and soft cap of the logits, as in `graph.embedding_head`."""
+    """Product and soft cap of the logits, as in `graph.decoder_parts`."""
     cap = config.logits_softcap
     bounded = "" if cap is None else "bounded = Tanh(product) logits = Mul(bounded, cap)"
     return parsed_model(f"""head (float[r, h] inputs, float[v, h] head) => (float[r, v] logits)

@@ -31,7 +31,7 @@ from ...runtime.generation import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ..check.contract_session import ContractSession
-from ..graph.embedding_head import embedded_value
+from ..graph.decoder_parts import embedded_value
 from .training_batches import Example
 
 TOP_TOKENS: Final = 32

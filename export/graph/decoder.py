@@ -1,8 +1,7 @@
 """The decoder as one ONNX graph for prefill, decode and tree verification.
 
-`inputs_outputs` defines the graph's inputs and outputs. This module connects the layers, whose parts are in
-`embedding_head` and `layer_parts`. Quantized linears are MatMulNBits at accuracy level 4 (8-bit
-activations), the level at which every bit width has a fast CPU kernel.
+`inputs_outputs` defines the graph's inputs and outputs. This module connects the parts in `decoder_parts`. Quantized
+linears are MatMulNBits at accuracy level 4 (8-bit activations), at which every bit width has a fast CPU kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import Layer, LayerInput, Norm, PerLayerInputsLayout, QuantPlan
 from ..checkpoint.layout import final_norm, layer_layout, per_layer_inputs_layout
 from . import inputs_outputs
-from .embedding_head import append_embedding, append_head, gathered_rows
+from .decoder_parts import Attention, activated, append_embedding, append_feed_forward, append_head, gathered_rows
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
-from .layer_parts import Attention, activated, append_feed_forward
 from .linear_attention import append_states
 from .nodes import MICROSOFT, Nodes
 

@@ -30,7 +30,7 @@ from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.source import Float32Array
 from . import inputs_outputs
-from .embedding_head import HEAD_INPUT
+from .decoder_parts import HEAD_INPUT
 from .head_parts import needed_nodes, replace_content
 
 _LENGTH_INPUTS: Final = ("seqlens_k", "total_sequence_length")

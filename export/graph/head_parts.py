@@ -17,10 +17,9 @@ from ..checkpoint.safetensors_files import Checkpoint
 from ..checkpoint.source import Float32Array
 from . import inputs_outputs
 from .decoder import append_second_half, as_model
-from .embedding_head import HEAD_INPUT, append_embedding, append_product, embedded_value
+from .decoder_parts import HEAD_INPUT, Attention, append_embedding, append_product, embedded_value
 from .initializers import Initializers
 from .inputs_outputs import DraftFeatures
-from .layer_parts import Attention
 from .nodes import Nodes
 
 
