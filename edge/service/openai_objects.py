@@ -24,6 +24,8 @@ from .token_objects import json_logprob
 
 _FINGERPRINT: Final = f"edge-run-{__version__}"
 """What OpenAI's API calls the system fingerprint: answers to one seed may differ between releases."""
+_OF_TEXT: Final = frozenset({"completion", "tools"})
+"""Capabilities of language models that read and write text alone."""
 
 
 def new_id(prefix: str) -> str:
@@ -97,8 +99,9 @@ def model_object(name: str, created: int, capabilities: Sequence[str]) -> dict[s
         created: when the model was made, in seconds since 1970.
         capabilities: see `service.model_files.capabilities`.
     """
-    told = {"id": name, "object": "model", "created": created, "owned_by": "edge-run"}
-    return {**told, "capabilities": list(capabilities)}
+    # Objects of models that read and write text alone have OpenAI's fields and no others.
+    told = {} if _OF_TEXT.issuperset(capabilities) else {"capabilities": list(capabilities)}
+    return {"id": name, "object": "model", "created": created, "owned_by": "edge-run", **told}
 
 
 def embedding_list(
