@@ -34,6 +34,7 @@ from ..graph.head_session import HeadSession, MedusaSession
 from ..graph.model_metadata import ModelMetadata
 from ..graph.open_graph import open_graph
 from ..graph.session import GraphSession, SessionConfig
+from ..images.image_processors import processor_of, suits_images
 from ..kv.prefix_cache import PrefixCache
 from ..measure.pass_timing import MeasuringTime, load_or_measure_pass_cost
 from .drafters.draft_model import DraftModel
@@ -145,7 +146,10 @@ def load_separate_draft(pair: DraftPair, config: SessionConfig, target: DraftTar
     own_prefixes = None if target.prefixes is None else target.prefixes.beside(lambda: session.arena(limit))
     exchange = None if own_prefixes is None else own_prefixes.exchange
     cost = _pass_cost(bundle, config, session.bind(session.arena(limit)), target)
-    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, pair.target_ids, exchange)
+    sees = suits_images(target.bundle, target.graph_io)
+    image_token = processor_of(target.bundle).token_id if sees else None
+    ids = pair.target_ids
+    return lambda: DraftModel(session.bind(session.arena(limit)), cost, target_vocab, ids, exchange, image_token)
 
 
 def load_head(pair: DraftPair, config: SessionConfig, target: DraftTarget) -> Callable[[], HiddenStateHead]:

@@ -54,6 +54,8 @@ class DraftModel(ModelDrafter):
             few tokens. If the embedding has no more tokens than the head, it is trimmed likewise.
         exchange: keeps the arena and tokens of a sequence in the prefix cache and returns an arena with what it has of
             another one; None to keep the present sequence only.
+        unread: the token in whose places the target has features of images, which the model leaves out as it reads the
+            text alone (Multimodal Speculative Decoding, 2025); None for none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class DraftModel(ModelDrafter):
         target_vocab: int,
         target_ids: Int32 | None = None,
         exchange: Callable[[KVArena, Sequence[int], Sequence[int]], KVArena] | None = None,
+        unread: int | None = None,
     ) -> None:
         graph_io = bound.graph_io
         self.cost: Final = cost
@@ -70,6 +73,7 @@ class DraftModel(ModelDrafter):
         """Number of passes run so far."""
         self._bound: Final = bound
         self._exchange: Final = exchange
+        self._unread: Final = unread
         self._branches: Final = graph_io.supports_trees
         self.target_ids: Final = target_ids
         """int32, target ids of the tokens of the LM head; None if they are the same."""
@@ -108,7 +112,7 @@ class DraftModel(ModelDrafter):
 
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence; cache slots of the common prefix are kept."""
-        new = list(token_ids)
+        new = list(token_ids) if self._unread is None else [each for each in token_ids if each != self._unread]
         if new[: len(self._token_ids)] != self._token_ids:
             same = shared_tokens(self._token_ids, new)
             if same < self._arena.length:
@@ -121,8 +125,9 @@ class DraftModel(ModelDrafter):
 
     def append(self, token: int) -> None:
         """Append a token to the sequence."""
-        self._token_ids.append(token)
-        self._stale = True
+        if token != self._unread:
+            self._token_ids.append(token)
+            self._stale = True
 
     def seconds(self, path: Path) -> float:
         """Expected seconds of `top_tokens(path)` now.

@@ -20,6 +20,7 @@ from edgerun.runtime.graph.bound_graph import NewTokens
 from edgerun.runtime.graph.graph_choice import ChosenGraphs
 from edgerun.runtime.images.prompt_images import PromptImages
 from edgerun.runtime.images.vision_model import VisionModel
+from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.commands import Capture, Patch, fails, json_of
 from support.vision_models import FAMILIES, image_token_id, random_image, write_vision_checkpoint
@@ -90,6 +91,24 @@ def test_drafts_change_nothing_after_images(bundle: Path) -> None:
             found = engine.generate(question, **chosen)
             assert tokens_of(found) == tokens_of(expected)
             assert found.stats.drafted > 0
+
+
+def test_a_draft_model_reads_the_text_alone(bundle: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """It has the same weights here and no tower, so it is often wrong behind an image."""
+    source, question = bundle.parent / "checkpoint", asked(random_image(3), text="the sea the sea")
+    draft = export_checkpoint(source, tmp_path / "draft", ExportRecipe(FP32, vision_weights="none")).bundle
+    read = []
+    run = DraftModel._run_path
+    monkeypatch.setattr(DraftModel, "_run_path", lambda self, path: (read.append([*self._token_ids]), run(self, path)))
+    with edgerun.load(bundle, threads=1, draft=draft, cache=False) as engine:
+        assert engine.model.vision is not None
+        token, ids = engine.model.vision.processor.token_id, engine.chat_prompt(question, GenerateOptions()).ids
+        expected = engine.generate(question, **OPTIONS | {"speculation": Speculation.OFF})
+        engine.model.drafters._pass_cost = FixedCost(NEARLY_FREE)
+        found = engine.generate(question, **OPTIONS | {"speculation": Speculation.parse("model")})
+        assert tokens_of(found) == tokens_of(expected)
+        assert found.stats.drafted > 0
+    assert read[-1][: len(ids) - ids.count(token)] == [each for each in ids if each != token]
 
 
 def test_several_answers_and_exact_ones_see_the_image(seeing: Engine) -> None:
