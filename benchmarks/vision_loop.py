@@ -17,16 +17,17 @@ class EdgeRunVision:
 
         self._engine = edgerun.load(model, threads=threads, lossy_image_tokens=lossy_image_tokens)
 
-    def first_token(self, image: str) -> dict[str, float]:
-        """Seconds to the first token of an answer about an image, and tokens of its prompt."""
+    def first_token(self, image: str, question: str = QUESTION) -> dict[str, float]:
+        """Seconds to the first token of an answer about an image, tokens of its prompt, and passes."""
         data = Path(image).read_bytes()
-        parts = [{"type": "image", "image": data}, {"type": "text", "text": QUESTION}]
+        parts = [{"type": "image", "image": data}, {"type": "text", "text": question}]
         started = time.perf_counter()
         reply = self._engine.generate([{"role": "user", "content": parts}], max_tokens=1, ignore_eos=True)
         seconds = time.perf_counter() - started
         stats, size = reply.stats, self._engine.graph_io.cache_bytes_per_token
         tokens, reused = stats.prompt_tokens, stats.reused_tokens
-        return {"seconds": seconds, "tokens": tokens, "reused": reused, "cache_bytes": tokens * size}
+        cached = {"reused": reused, "cache_bytes": tokens * size}
+        return {"seconds": seconds, "tokens": tokens, "passes": stats.target_passes, **cached}
 
 
 class LlamaVision:
