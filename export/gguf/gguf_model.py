@@ -249,23 +249,17 @@ class GgufTower(GgufModel):
             self._tensors[name], self._gguf_names[name] = tensor, gguf_name
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor exists with that shape; kernels of patches have another one in the file."""
-        if len(shape) == 5:  # a kernel for each frame
-            for each in (name, f"{name}.1"):
-                super().require(each, (*shape[:2], *shape[3:]))
-        elif self.mmproj.kind == "lfm2" and name.endswith("patch_embedding.weight"):
-            side = math.isqrt(shape[1] // 3)
-            super().require(name, (shape[0], 3, side, side))
-        else:
+        """Check that a tensor exists with that shape; kernels of patches are one for each frame in the file."""
+        if len(shape) < 5:
             super().require(name, shape)
+            return
+        for each in (name, f"{name}.1")[: shape[2]]:
+            super().require(each, (*shape[:2], *shape[3:]))
 
     def read(self, name: str) -> Float32Array:
         """Read a whole tensor as float32, in the shape that a checkpoint has."""
         weights = super().read(name)
-        if f"{name}.1" in self._tensors:
-            return np.stack([weights, super().read(f"{name}.1")], axis=2)
-        is_flat = self.mmproj.kind == "lfm2" and name.endswith("patch_embedding.weight")
-        return weights.transpose(0, 2, 3, 1).reshape(len(weights), -1) if is_flat else weights
+        return np.stack([weights, super().read(f"{name}.1")], axis=2) if f"{name}.1" in self._tensors else weights
 
     def has_any(self, prefix: str) -> bool:
         """Whether the name of some tensor begins like that."""

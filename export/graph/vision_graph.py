@@ -147,9 +147,7 @@ class _Tower:
         grid = nodes.add("Reshape", [states, apart], "squares")
         axes = nodes.integers("squares.axes", 2, 4)
         pooled = nodes.add("ReduceMean", [grid, axes], "pooled", keepdims=0)
-        name = f"{vision.projector}.mm_soft_emb_norm.weight"
-        vision.source.require(name, (hidden,))
-        factors = nodes.weights.vector("pooled_norm.weight", [name], plus=1.0)
+        factors = self._tensor(f"{vision.projector}.mm_soft_emb_norm.weight", (hidden,), plus=1.0)
         normed = nodes.norm_by(pooled, factors, "pooled_norm", epsilon=vision.epsilon)
         matrix = self._tensor(f"{vision.projector}.mm_input_projection_weight", (hidden, vision.output_size))
         return nodes.add("MatMul", [normed, matrix], "projector")
@@ -181,10 +179,10 @@ class _Tower:
             self._vision.source.require(tensor, shape)
         return self._nodes.linear(linear, value)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> str:
-        """Add a tensor of the checkpoint in float32, under its own name."""
+    def _tensor(self, name: str, shape: tuple[int, ...], plus: float = 0.0) -> str:
+        """Add a tensor of the checkpoint in float32, under its own name, and with `plus` added to its values."""
         self._vision.source.require(name, shape)
-        return self._nodes.weights.vector(name, [name])
+        return self._nodes.weights.vector(name, [name], plus)
 
 
 class _NativeTower(_Tower):
@@ -229,13 +227,13 @@ class _NativeTower(_Tower):
         """The embedded patches, [1, P, hidden]."""
         nodes, vision = self._nodes, self._vision
         module, hidden = f"{vision.tower}.{vision.family.patches}", vision.hidden_size
-        side = vision.patch_size
-        # SigLIP 2 has a linear whose inputs are pixels with three channels each.
-        shape = (hidden, side * side * 3) if vision.family.siglip2 else (hidden, 3, vision.frames, side, side)
-        vision.source.require(f"{module}.weight", shape)
-        kernel = vision.source.read(f"{module}.weight")
-        kernel = kernel.reshape(hidden, -1, 3).swapaxes(1, 2) if vision.family.siglip2 else kernel
-        matrix = nodes.constant(f"{module}.weight", np.ascontiguousarray(kernel.reshape(hidden, -1).T))
+        side, name = vision.patch_size, f"{module}.weight"
+        # SigLIP 2 has a linear whose inputs are pixels with three channels each, but not in GGUF files.
+        is_linear = vision.family.siglip2 and len(vision.source.shape(name)) == 2
+        vision.source.require(name, (hidden, side * side * 3) if is_linear else (hidden, 3, vision.frames, side, side))
+        kernel = vision.source.read(name)
+        kernel = kernel.reshape(hidden, -1, 3).swapaxes(1, 2) if is_linear else kernel
+        matrix = nodes.constant(name, np.ascontiguousarray(kernel.reshape(hidden, -1).T))
         embedded = nodes.add("MatMul", [PIXELS, matrix], "patches")
         if vision.family.positions is not None:
             embedded = nodes.add("Add", [embedded, self._tensor(f"{module}.bias", (hidden,))], "patches.biased")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +65,20 @@ class Gemma3Processor(ImageProcessor):
 class NativeProcessor(ImageProcessor):
     """Towers of native resolution, which take flat patches that come square by square as they are merged."""
 
+    sizes: ClassVar[tuple[tuple[str, int], tuple[str, int]]] = (("patch_size", 14), ("merge_size", 2))
+    """Settings of the sizes below, and their defaults."""
     frames: int = 1
     """Number of times that a patch has the pixels of an image."""
 
     @property
     def patch(self) -> int:
         """Pixels of a side of a patch."""
-        return self.whole("patch_size", 14)
+        return self.whole(*self.sizes[0])
 
     @property
     def merge(self) -> int:
         """Patches of a side of the square that becomes a token."""
-        return self.whole("merge_size", 2)
+        return self.whole(*self.sizes[1])
 
     def squares(self, image: Image) -> tuple[int, int]:
         """Rows and columns of the tokens of an image."""
@@ -165,16 +167,7 @@ class Lfm2Processor(NativeProcessor):
     """LFM2-VL: the whole image in about its own size, or square tiles and the whole image once more behind them."""
 
     placeholder = slot = "<image>"
-
-    @property
-    def patch(self) -> int:
-        """Pixels of a side of a patch."""
-        return self.whole("encoder_patch_size", 16)
-
-    @property
-    def merge(self) -> int:
-        """Patches of a side of the square that becomes a token."""
-        return self.whole("downsample_factor", 2)
+    sizes = (("encoder_patch_size", 16), ("downsample_factor", 2))
 
     def process(self, image: Image) -> ProcessedImage:
         """Resize an image to whole squares of patches, and cut one that is too large into tiles."""

@@ -197,16 +197,13 @@ class SeenImage:
         first = int.from_bytes(digest[:8]) >> 2  # 62 bits, so that the sums below stay in 64
         self.keys: Final[npt.NDArray[np.int64]] = -1 - (first + np.arange(self.tokens, dtype=np.int64))
         self._model: Final = model
-        self._tiles: Final[list[npt.NDArray[np.uint8] | None]] = list(image.tiles)
-        """The tiles whose features are not known yet."""
-        self._features: Final[dict[int, Floats]] = {}
+        self._tiles: Final[list[npt.NDArray[Any]]] = list(image.tiles)
+        """The tiles, uint8, in whose places their features stand once they are known, float32."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tiles and features."""
-        # Another thread may be adding features.
-        arrays = [*self._tiles, *list(self._features.values())]
-        return sum(each.nbytes for each in arrays if each is not None)
+        return sum(each.nbytes for each in self._tiles)
 
     def features(self, start: int, stop: int) -> Floats:
         """Features float32 `[1 + layers, stop - start, hidden]` of some of its tokens.
@@ -216,13 +213,13 @@ class SeenImage:
         """
         first, last = bisect_right(self._ends, start), bisect_right(self._ends, stop - 1)
         for index in range(first, last + 1):
-            if (tile := self._tiles[index]) is not None:
+            if (tile := self._tiles[index]).dtype == np.uint8:
                 features = self._model.features(tile)
                 count, tokens = features.shape[1], self.by_tile[index].groups.size
                 if count != tokens:
                     what = f"the vision tower gives {count} features of an image that has {tokens} tokens"
                     raise BundleError(what, "put the model's preprocessor_config.json and config.json beside it")
-                self._features[index], self._tiles[index] = self.by_tile[index].merged(features), None
-        joined = np.concatenate([self._features[index] for index in range(first, last + 1)], axis=1)
+                self._tiles[index] = self.by_tile[index].merged(features)
+        joined: Floats = np.concatenate(self._tiles[first : last + 1], axis=1)
         before = self._ends[first - 1] if first else 0
         return joined[:, start - before : stop - before]
