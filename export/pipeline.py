@@ -180,10 +180,9 @@ def export_checkpoint(
         recipe = replace(recipe, weights=WeightChoice.INT4)
     require_apart(source, destination)
     with open_source(source) as (config, checkpoint):
-        if recipe.hidden_states and (pooling := checkpoint.folder / SENTENCE_POOLING).is_file():
-            # Raises for another pooling than the two that are known.
-            pooling_mode(read_json_object(pooling, CheckpointError, "download the checkpoint again"), str(pooling))
         require_expressible(recipe, draft, config)
+        if recipe.hidden_states:
+            _check_pooling(checkpoint.folder / SENTENCE_POOLING)
         context, plan = recipe.context_for(config), recipe.quant_plan(config, checkpoint.stored_format)
         content = BundleContent(
             source=checkpoint,
@@ -214,6 +213,12 @@ def export_checkpoint(
             # The calibrated model maps files of the work folder, so it lives only in the called function.
             result = _write(destination, recipe, content, separate, head, folder, progress, started)
         return replace(result, notes=(*result.notes, *notes))
+
+
+def _check_pooling(settings: Path) -> None:
+    """Refuse another pooling of hidden states than the two that are known."""
+    if settings.is_file():
+        pooling_mode(read_json_object(settings, CheckpointError, "download the checkpoint again"), str(settings))
 
 
 def _check_gguf(recipe: ExportRecipe, draft: DraftRequest | None) -> None:
