@@ -121,8 +121,8 @@ class LoadedModel:
         self._formats: Final = FormatCompiler(self.tokenizer, graph.graph_io.vocab_size)
         self._shift: Final = CacheShift(bundle.graph, self.graph_io, self.new_arena)
         disk = options.prefix_disk if options.cache and not self.graph_io.states else 0  # files have slots alone
-        files = PrefixFiles(self._prefix_key, disk, lambda: self.prefill_choice.refusal is not None) if disk else None
         parks = options.lossy_parking and can_park(self.graph_io.tensor_types)
+        files = PrefixFiles(self._prefix_key, disk, lambda: self.prefill_choice.refusal is not None, parks=parks)
         self.prefixes: Final = PrefixCache(self.new_arena, options.prefix_cache or 0, files, parks=parks)
         """KV caches of finished answers and conversations, and of chosen prefixes on disk."""
         self.drafters: Final = DrafterPool(

@@ -183,13 +183,12 @@ def fastest_device_lines(choice: FastestDevice | None) -> list[str]:
 def prompt_facts(choice: PromptChoice | None, refusal: str | None) -> dict[str, Any]:
     """Which graph reads prompts, and what was measured of the int8 prompt graph, as plain values."""
     facts: dict[str, Any] = {"int8_used": refusal is None, "reason": refusal}
-    if choice is not None and choice.int8_s:
+    if choice is not None and choice.obstacle is None:
         facts["speedup"] = round(choice.speedup, 3)
         facts["mean_kl"], facts["kl_limit"] = choice.mean_kl, choice.kl_limit
-        for name, times in (("plain", choice.plain_s), ("int8", choice.int8_s)):
-            facts[f"{name}_milliseconds"] = {
-                str(width): round(seconds * 1e3, 3) for width, seconds in sorted((times or {}).items())
-            }
+        for index, name in enumerate(("plain", "int8")):
+            times = {str(width): round(pair[index] * 1e3, 3) for width, pair in choice.seconds.items()}
+            facts[f"{name}_milliseconds"] = times
     return facts
 
 

@@ -58,15 +58,9 @@ class FurtherGraph(ABC):
         It is asked before every pass, so it must decide in a microsecond.
         """
 
-    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
-        """Number of prompt tokens to run in the next pass: `preferred`, or what it wants.
-
-        Args:
-            preferred: number of tokens that others want.
-            base: number of cached tokens before them.
-            remaining: number of tokens of the prompt that are left, including the next pass.
-        """
-        del base, remaining
+    def prefill_width(self, preferred: int, remaining: int) -> int:
+        """Number of prompt tokens to run in the next pass, of those that are `remaining`: `preferred`, or another."""
+        del remaining
         return preferred
 
     def inputs(self, new: NewTokens) -> Mapping[str, npt.NDArray[Any]]:
@@ -298,7 +292,7 @@ class ChosenSession(BoundGraph):
     def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass, as the graphs want that may run it."""
         for graph in self._takers:
-            preferred = graph.prefill_width(preferred, self.arena.length, remaining)
+            preferred = graph.prefill_width(preferred, remaining)
         return self._own.prefill_width(preferred, remaining)
 
     def run(self, new: NewTokens) -> Floats:

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from ...errors import EdgeError
 from ...models.bundle import GRAPH_NAME, VISION_GRAPH_NAME, Bundle
-from ...models.graph_variant import DeviceKind
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
-from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model, tensor
+from ...models.onnx_file.model_messages import tensor, with_tensors_of
 from ...models.progress import Progress, silent
 from ..devices.processor import processor
 from ..graph.attention_edits import attend_from_last, serve_plain_passes
@@ -35,7 +34,6 @@ from ..graph.packed_files import (
     written_folder,
 )
 from ..graph.session import SessionConfig, load_graph
-from ..kv.cache_scales import KVFormat
 from .int8_graph import SELECTED, Int8Products, find_products, use_integers
 from .integer_weights import FULL_RANGE, NARROW_RANGE, IntegerRange, products_overflow, to_integers, write_packed
 from .outlier_channels import InputSample, sample_inputs, too_coarse
@@ -72,8 +70,6 @@ def int8_graph_path(
         The graph; None where the model can have none (`int8_graph_plan`), it could not be made, for example for
         lack of room on the disk (one warning says why), or it is not there and not to be made.
     """
-    if config.device.kind is not DeviceKind.CPU or config.kv is not KVFormat.FLOAT:
-        return None
     folder = _folder_of(bundle)
     if is_intact(folder):
         return folder / GRAPH_NAME
@@ -140,13 +136,13 @@ def _write(folder: Path, bundle: Bundle, config: SessionConfig, progress: Progre
     """
     progress(STAGE, 0.0)
     limits = NARROW_RANGE if products_overflow() else FULL_RANGE
-    editor, found = _chosen_products(bundle, config, limits)
+    editor, source, found = _chosen_products(bundle, config, limits)
     progress(STAGE, _CHOOSING)
     with written_folder(folder, _needed_bytes(editor, found)) as staging:
         _add_integers(editor, found, limits, staging, progress)
         attend_from_last(editor, SELECTED)
         editor.drop_unused(keep_inputs=False)
-        _share_weights(editor, _use_packed(editor, bundle), staging)
+        _share_weights(editor, source, staging)
         (staging / GRAPH_NAME).write_bytes(editor.serialized())
     progress(STAGE, 1.0)
 
@@ -208,8 +204,11 @@ def _write_tower(folder: Path, bundle: Bundle, inputs: Mapping[str, npt.NDArray[
             graph.write_bytes(plain.serialized())
 
 
-def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange) -> tuple[GraphEditor, Int8Products]:
-    """The graph of a model without a bias, with its factors for outliers, and the products that 8 bits suffice for.
+def _chosen_products(
+    bundle: Bundle, config: SessionConfig, limits: IntegerRange
+) -> tuple[GraphEditor, Path, Int8Products]:
+    """The graph of a model without a bias, with its factors for outliers, a file beside its weights, and the products
+    that 8 bits suffice for.
 
     Raises:
         EdgeError: the model cannot be run.
@@ -218,17 +217,15 @@ def _chosen_products(bundle: Bundle, config: SessionConfig, limits: IntegerRange
     samples: dict[str, InputSample] = {}
     coarse: frozenset[str] = frozenset()
     while True:
-        editor = GraphEditor(bundle.graph)
+        editor, source = _packed(bundle)
         serve_plain_passes(editor, keep_computed=True)
         found = find_products(editor, coarse)
         if not samples:
-            sampled = GraphEditor(bundle.graph)
-            source = _use_packed(sampled, bundle)
             channels = {each.inputs: each.matrix.columns for each in found.products}
-            samples = sample_inputs(sampled, source, bundle, config, channels)
+            samples = sample_inputs(*_packed(bundle), bundle, config, channels)
         more = too_coarse(editor, found, samples, limits)
         if not more:
-            return editor, found
+            return editor, source, found
         coarse |= more
 
 
@@ -239,7 +236,8 @@ def _share_weights(editor: GraphEditor, source: Path, folder: Path) -> None:
     """
     names: dict[str, str] = {}
     for each in editor.graph.initializer:
-        if each.data_location != EXTERNAL or (location := _location(each)).value == _WEIGHTS:
+        location = next((entry for entry in each.external_data if entry.key == "location"), None)
+        if location is None or location.value == _WEIGHTS:
             continue
         if location.value not in names:
             names[location.value] = f"shared-{len(names)}.data"
@@ -252,20 +250,10 @@ def _share_weights(editor: GraphEditor, source: Path, folder: Path) -> None:
         location.value = names[location.value]
 
 
-def _use_packed(editor: GraphEditor, bundle: Bundle) -> Path:
-    """Refer to the model's weights as packed for this machine, where there are such; returns a file beside them."""
+def _packed(bundle: Bundle) -> tuple[GraphEditor, Path]:
+    """The graph of a model over its weights as packed for this machine, if there are such, and a file beside them."""
     source = prepacked_graph(bundle)
-    if source == bundle.graph:
-        return source
-    stored = {each.name: each for each in read_model(source).graph.initializer}
-    external = [each for each in editor.graph.initializer if each.data_location == EXTERNAL]
-    shared = [each for each in external if _location(each).value != _WEIGHTS]
-    if any(each.name not in stored for each in shared):
-        return bundle.graph
-    for each in shared:
-        each.CopyFrom(stored[each.name])
-    return source
-
-
-def _location(tensor: Message) -> Message:
-    return next(each for each in tensor.external_data if each.key == "location")
+    try:
+        return GraphEditor(source, with_tensors_of(bundle.graph, source)), source
+    except KeyError:
+        return GraphEditor(bundle.graph), bundle.graph

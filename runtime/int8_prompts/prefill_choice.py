@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from copy import deepcopy
 from typing import Final
 
 from ...errors import BundleError, InputError
@@ -15,6 +15,7 @@ from ..graph.graph_choice import ChosenGraphs
 from ..graph.open_graph import prompt_graph_obstacle
 from ..graph.session import DecoderGraph
 from ..measure.prompt_choice import LEAST_WIDTH, PromptChoice, measure_prompt_speed
+from ..measure.system_load import GraphTimes
 from ..prefill import INT8_GRAPH, PrefillMode
 from ..scheduling.idle_thread import IdleThread
 from ..scheduling.request_queue import RequestQueue
@@ -27,7 +28,7 @@ TIMING: Final = "timing prompts"
 _NO_ROOM: Final = "could not be written to the cache folder"
 _NOT_LOADED: Final = "not loaded, which would take longer than it saves"
 """Why it did not read a prompt that is too short."""
-_CONTEXT: Final = 1088
+_CONTEXT: Final = 384
 """Tokens of the cache to measure with."""
 
 
@@ -63,12 +64,10 @@ class PrefillChoice:
         self._tokenizer: Final = tokenizer
         self._context: Final = min(context, _CONTEXT)
         self._queue: Final = queue
-        self._background: Final = IdleThread(queue, self._make, "edge-run prompt graph")
-        self._preloading: Final = IdleThread(queue, lambda _: self._preload(), "edge-run prompt graph")
+        self._learns: Final = options.learned and mode is PrefillMode.AUTO
+        self._background: Final = IdleThread(queue, self._prepare, "edge-run prompt graph")
         if self._prompt is not None and mode is PrefillMode.AUTO:
-            self._prompt.preload = self._preloading.start
-            if options.learned:
-                self._prompt.make = self._background.start
+            self._prompt.prepare = self._background.start
 
     @property
     def refusal(self) -> str | None:
@@ -121,7 +120,7 @@ class PrefillChoice:
             )
         if self._prompt is not None and self._write(self._prompt, progress):
             self._prompt.refusal = None
-            self._preloading.start()  # in the background; a prompt that comes before loads it itself
+            self._background.start()  # a prompt that comes before loads it itself
 
     def tune(self, progress: Progress = silent) -> PromptChoice | None:
         """Make the graph now, check it and measure whether it pays; `refusal` says what came of it.
@@ -142,16 +141,14 @@ class PrefillChoice:
     def close(self) -> None:
         """Abandon work in the background."""
         self._background.close()
-        self._preloading.close()
 
-    def _preload(self) -> None:
-        """Load the graph for the next prompt.
-
-        Raises:
-            EdgeError: ONNX Runtime failed.
-        """
+    def _prepare(self, progress: Progress) -> None:
+        """Load the graph for the next prompt, made or measured first if it has to be; errors as for `_make`."""
         if self._graphs is not None and self._prompt is not None:
-            self._graphs.bind_further(self._prompt, self._graphs.arena(1))
+            if self._learns and self._prompt.is_unmeasured:
+                self._make(progress)
+            else:
+                self._graphs.bind_further(self._prompt, self._graphs.arena(1))
 
     def _write(self, prompt: PromptGraph, progress: Progress) -> bool:
         """Write the graph's files, if they are not there; False if that is not possible, which a line has said."""
@@ -185,7 +182,7 @@ class PrefillChoice:
         graphs.page_limit.drop()  # making it reads the weights once more
         if not prompt.fits(plan) or not self._write(prompt, progress):
             return
-        earlier = prompt.choice if prompt.choice is not None and prompt.choice.is_doubtful else None
+        earlier = prompt.choice if prompt.choice is not None and prompt.choice.times.doubtful else None
         if earlier is None:
             graphs.release(prompt.name)
         arena = graphs.arena(self._context)
@@ -194,12 +191,13 @@ class PrefillChoice:
         plain, int8 = graphs.bind(arena), graphs.bind(arena)
         plain.prefers_base, int8.preferred = True, prompt.name
         if earlier is None:
-            prompts = quality_prompts(self._tokenizer)
+            prompts, times = quality_prompts(self._tokenizer), GraphTimes()
             kl = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction)).mean_kl
-        else:
-            kl = earlier.mean_kl  # only its times are doubtful
-        choice = measure_prompt_speed(plain, int8, self._config.threads, lambda fraction: progress(TIMING, fraction))
-        prompt.keep(replace(choice, mean_kl=kl, kl_limit=KL_LIMIT).joined(earlier))
+        else:  # only its times are doubtful
+            kl, times = earlier.mean_kl, deepcopy(earlier.times)
+        measure_prompt_speed(plain, int8, times, self._config.threads, lambda fraction: progress(TIMING, fraction))
+        obstacle = None if times.seconds else f"a context of {self._context} tokens is too short"
+        prompt.keep(PromptChoice(obstacle, times, kl, KL_LIMIT))
         if prompt.refusal is not None:
             graphs.release(prompt.name)
         graphs.page_limit.drop()

@@ -42,8 +42,8 @@ class PromptGraph(FurtherGraph):
         mode: whether it was asked for by name.
         refusal: why the model's own graph reads prompts; None if this one does.
         choice: what was measured of it; None before that.
-        preload: called, and returns at once, when a prompt was too short to load the graph for it.
-        make: called, and returns at once, when many tokens were read before the graph was made and measured well.
+        prepare: called, and returns at once, when a prompt was too short to load the graph for it, or many tokens were
+            read before the graph was made and measured well.
     """
 
     name = INT8_GRAPH
@@ -53,8 +53,7 @@ class PromptGraph(FurtherGraph):
         self.mode: Final = mode
         self.refusal: str | None = NOT_MADE
         self.choice: PromptChoice | None = None
-        self.preload: Callable[[], None] = lambda: None
-        self.make: Callable[[], None] = lambda: None
+        self.prepare: Callable[[], None] = lambda: None
         self._measurable_tokens = 0
         """Number of prompt tokens that might have been read faster if it had been measured, or with less doubt."""
         self._is_loaded = False
@@ -68,6 +67,11 @@ class PromptGraph(FurtherGraph):
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
             self._adopt(stored)
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether it is still to be made, or to be measured again, because other programs disturbed that."""
+        return self.refusal == NOT_MADE or bool(self.choice and self.choice.times.doubtful)
 
     @property
     def was_declined(self) -> bool:
@@ -100,20 +104,20 @@ class PromptGraph(FurtherGraph):
             return False
         if new.positions is not None or new.tree_mask is not None or new.wanted.tolist() not in ([], [width - 1]):
             return False
-        if self.refusal == NOT_MADE or (self.choice is not None and self.choice.is_doubtful):
+        if self.is_unmeasured:
             self._measurable_tokens += width
             if self._measurable_tokens >= _WORTH_MAKING:
-                self.make()
+                self.prepare()
         choice = None if self.mode is PrefillMode.INT8 else self.choice
         if self.refusal is not None or width < (LEAST_WIDTH if choice is None else choice.least_width):
             return False
         if not (self._is_loaded or self._pays_to_load):
             self._unloaded_tokens += width
-            self.preload()
+            self.prepare()
             return False
         return True
 
-    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
+    def prefill_width(self, preferred: int, remaining: int) -> int:
         """Number of prompt tokens to run in the next pass: as measured, so that no pass takes long."""
         if self.refusal is not None:
             return preferred
@@ -123,7 +127,7 @@ class PromptGraph(FurtherGraph):
             self._pays_to_load = by_name or self._unloaded_tokens + remaining >= TOKENS_TO_LOAD
             if not self._pays_to_load:
                 return preferred
-        return UNMEASURED_WIDTH if self.choice is None else self.choice.width(base)
+        return UNMEASURED_WIDTH if self.choice is None else self.choice.width
 
     def load(self) -> GraphSession | None:
         """Load the graph from its files; None if they are missing, or damaged, or need more memory than is free."""

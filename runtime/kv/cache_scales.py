@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...models.json_file import is_finite
+from ...models.json_file import typed_record
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -98,26 +98,26 @@ class CacheScales:
         Raises:
             ValueError: it is something else; the message continues the name of the file.
         """
-        tensors = data.get("scales")
-        if not isinstance(tensors, dict) or not tensors:
-            raise ValueError("lacks scales")
-        return cls({name: _scales_of(name, heads) for name, heads in tensors.items()})
+        stored = typed_record(_StoredScales, data).scales
+        even = {name: heads for name, heads in stored.items() if len(set(map(len, heads))) == 1}
+        with np.errstate(over="ignore"):
+            tensors = {name: np.array(heads, np.float32) for name, heads in even.items()}
+        if (
+            not stored
+            or even != stored
+            or not all((each > 0).all() and np.isfinite(each).all() for each in tensors.values())
+        ):
+            raise ValueError("has scales that are not tables of positive numbers")
+        return cls(tensors)
+
+
+@dataclass(frozen=True)
+class _StoredScales:
+    """The form in which scales are stored."""
+
+    scales: Mapping[str, tuple[tuple[float, ...], ...]]
 
 
 def _rounded(scale: float) -> float:
     """A scale with as many digits as are kept, so that one that was just measured equals one that is read back."""
     return float(f"{scale:.{_DIGITS}g}")
-
-
-def _scales_of(name: object, heads: object) -> Floats:
-    if not isinstance(name, str) or not isinstance(heads, list) or not heads:
-        raise ValueError("has scales that are not a table")
-    if not all(isinstance(head, list) and head and all(map(is_finite, head)) for head in heads):
-        raise ValueError(f"has scales of {name} that are not numbers")
-    if len({len(head) for head in heads}) != 1:
-        raise ValueError(f"has scales of {name} in rows of several lengths")
-    with np.errstate(over="ignore"):
-        scales = np.array(heads, np.float32)
-    if not ((scales > 0) & np.isfinite(scales)).all():
-        raise ValueError(f"has scales of {name} that are not positive")
-    return scales

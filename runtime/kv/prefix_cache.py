@@ -11,18 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from .arena import KVArena
 from .parked_cache import ParkedCache, can_park
+from .prefix_files import MIN_SHARED, PrefixFiles, TokenIds, common_prefix
 
-TokenIds: TypeAlias = npt.NDArray[np.int64]
-
-MIN_SHARED: Final = 8
-"""Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
 _KEPT_BRANCH: Final = 32
 """Number of slots above which a kept sequence is worth a copy of the slots that a new sequence shares with it: copying
 a thousand slots takes less time than computing ten."""
@@ -38,32 +34,6 @@ class OpenSequence(Protocol):
     @property
     def arena(self) -> KVArena:
         """The KV cache of the tokens; it may have fewer slots than there are tokens."""
-
-
-class PrefixStore:
-    """Where prefixes are kept besides memory: nowhere.
-
-    Attributes:
-        parks: whether it keeps slots in 8 bits (`parked_cache.py`), of which none counts as plain decoding's.
-    """
-
-    parks = False
-
-    def restored(self, wanted: TokenIds, known: int, new_arena: Callable[[], KVArena]) -> KVArena | None:
-        """A new arena with many more slots of a sequence than the `known` in memory; None if there are none."""
-        del wanted, known, new_arena
-        return None
-
-    def keep(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Keep the slots of `token_ids`, the first of an arena, which nobody may change while `reads` is true of it."""
-
-    def reads(self, arena: KVArena) -> bool:
-        """Whether slots of an arena are being written."""
-        del arena
-        return False
-
-    def wait(self) -> None:
-        """Wait until everything is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +68,7 @@ class PrefixCache:
         new_arena: makes an empty arena.
         max_bytes: maximum size of the buffers of all kept sequences together, of a draft model too; 0 keeps
             none.
-        store: where chosen prefixes are kept besides memory; None for nowhere.
+        files: where chosen prefixes are kept besides memory; None for nowhere.
         parks: whether sequences that exceed the budget are parked, before any is dropped.
     """
 
@@ -106,14 +76,13 @@ class PrefixCache:
         self,
         new_arena: Callable[[], KVArena],
         max_bytes: int,
-        store: PrefixStore | None = None,
+        files: PrefixFiles | None = None,
         *,
         parks: bool = False,
     ) -> None:
         self.max_bytes: Final = max_bytes
         self.parks: Final = parks
-        self._store: Final = store or PrefixStore()
-        self._store.parks = parks
+        self._files: Final = files or PrefixFiles(str, 0)
         self._new_arena = new_arena
         self._kept: list[_Kept] = []
         """The sequences of all caches with one budget, the least recently used first."""
@@ -177,7 +146,7 @@ class PrefixCache:
             cached = np.asarray(sequence.cache_ids[: sequence.arena.length], np.int64)
             if (length := common_prefix(cached, wanted)) > owned_shared:
                 owned_shared, owner = length, sequence.arena
-        if (stored := self._store.restored(wanted, max(shared, owned_shared), self._new_arena)) is not None:
+        if (stored := self._files.restored(wanted, max(shared, owned_shared), self._new_arena)) is not None:
             return stored
         if owner is not None and owned_shared > shared and owned_shared >= MIN_SHARED:
             return self._copy(owner, _reusable(owner, owned_shared, wanted), wanted.size)
@@ -187,7 +156,7 @@ class PrefixCache:
         shared = _reusable(arena, shared, wanted)
         if arena is source.cache:
             branches = arena.length - shared > _KEPT_BRANCH
-            if self._store.reads(arena) or (branches and self._has_room_beside(source)):
+            if self._files.reads(arena) or (branches and self._has_room_beside(source)):
                 return self._copy(arena, shared, wanted.size)
             self._kept.remove(source)
         arena.rewind_to(shared)
@@ -211,7 +180,7 @@ class PrefixCache:
         kept_ids = np.array(token_ids[: arena.length], np.int64)
         new = _Kept(arena, kept_ids, kept_ids.tobytes(), self)
         if on_disk:
-            self._store.keep(arena, kept_ids[:on_disk])
+            self._files.keep(arena, kept_ids[:on_disk])
         mine = [kept for kept in self._kept if kept.owner is self]
         if any(kept.content.startswith(new.content) for kept in mine):
             return
@@ -229,7 +198,7 @@ class PrefixCache:
 
     def wait(self) -> None:
         """Wait until the prefixes that are being kept on disk are written."""
-        self._store.wait()
+        self._files.wait()
 
     def clear(self) -> None:
         """Drop all kept sequences in memory, of a draft model too."""
@@ -266,10 +235,3 @@ def _reusable(arena: KVArena, shared: int, wanted: TokenIds) -> int:
     """Number of slots to reuse of the `shared` ones, without the last prefill pass of the same prompt."""
     start, end = arena.last_prefill
     return start if shared == end == wanted.size else shared
-
-
-def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """Number of equal tokens at the beginning of both arrays."""
-    size = min(first.size, second.size)
-    different = np.flatnonzero(first[:size] != second[:size])
-    return int(different[0]) if different.size else size

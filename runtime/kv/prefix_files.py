@@ -19,9 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import ContextError
 from ...models.array_file import map_arrays
@@ -31,13 +32,16 @@ from ...models.user_text import format_bytes
 from .arena import KVArena
 from .buffers import NumpyBuffers, StackedBuffers
 from .parked_cache import ParkedCache, codes_of
-from .prefix_cache import MIN_SHARED, PrefixStore, TokenIds, common_prefix
 
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+MIN_SHARED: Final = 8
+"""Number of shared tokens below which a sequence starts afresh: computing so few takes one pass in any case."""
 DEFAULT_DISK_BYTES: Final = 4 << 30
 """Largest size of all files together: the caches of 170,000 tokens of a model of half a billion parameters."""
 MIN_STORED: Final = 64
 """Number of tokens below which a prefix is not kept: computing so few takes one pass in any case."""
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _SUFFIX: Final = ".kv"
 _LEAST_SHARE: Final = 8
 """A file is used only for at least one in so many of its tokens, because all of it is read to compare its checksum.
@@ -64,7 +68,7 @@ class StoredPrefix(NamedTuple):
     """Number of its slots that plain decoding would compute bit for bit."""
 
 
-class PrefixFiles(PrefixStore):
+class PrefixFiles:
     """The prefixes of one model on disk, within a size for all models.
 
     Args:
@@ -72,6 +76,7 @@ class PrefixFiles(PrefixStore):
         max_bytes: largest size of the files of all models together; the least recently used are removed first.
         plain_only: says whether only slots that the model's own graph computed may be used now, because no other graph
             reads its prompts.
+        parks: whether slots are kept in 8 bits (`parked_cache.py`), of which none counts as plain decoding's.
     """
 
     def __init__(
@@ -79,8 +84,11 @@ class PrefixFiles(PrefixStore):
         key: Callable[[], str],
         max_bytes: int = DEFAULT_DISK_BYTES,
         plain_only: Callable[[], bool] = lambda: False,
+        *,
+        parks: bool = False,
     ) -> None:
         self.max_bytes: Final = max_bytes
+        self.parks: Final = parks
         self._plain_only = plain_only
         self._key = key
         self._known: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
@@ -159,7 +167,7 @@ class PrefixFiles(PrefixStore):
 
     def _stored(self) -> list[StoredPrefix]:
         """What lies in the folder; files that are not prefixes are removed."""
-        if not prefix_folder().is_dir():  # saves computing the key
+        if self.max_bytes <= 0 or not prefix_folder().is_dir():  # saves computing the key
             return []
         found: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
         entries: list[os.DirEntry[str]] = []
@@ -231,7 +239,7 @@ def _copy_slots(stored: StoredPrefix, slots: int, arena: KVArena, *, parked: boo
         ContextError: the slots do not fit the arena.
     """
     *arrays, digest = map_arrays(stored.path)
-    content = np.memmap(stored.path, np.uint8, "r")[: -len(_digest_block(b"\0" * 32))]
+    content = np.memmap(stored.path, np.uint8, "r")[: -digest.size]
     found: list[bytes] = []
     hashing = threading.Thread(target=lambda: found.append(hashlib.sha256(content.data).digest()))
     hashing.start()
@@ -261,13 +269,23 @@ def _write_prefix(
         sha.update(data)
         file.write(data)
 
-    for header in (np.frombuffer(json.dumps(about).encode(), np.uint8), token_ids):
-        write(_array_header(header.shape, header.dtype))
-        write(header.tobytes())
+    def begin(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Write what an .npy file has before the elements."""
+        header = io.BytesIO()
+        description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(header, description)
+        write(header.getvalue())
+
+    def write_array(array: npt.NDArray[Any]) -> None:
+        begin(array.shape, array.dtype)
+        write(array.data)
+
+    write_array(np.frombuffer(json.dumps(about).encode(), np.uint8))
+    write_array(token_ids)
     all_scales = []
     for tensor_type, members in buffers.groups.items():
         dtype, scales = np.dtype(np.int8) if parks else tensor_type.dtype, []
-        write(_array_header((len(members), *tensor_type.shape_of(token_ids.size)), dtype))
+        begin((len(members), *tensor_type.shape_of(token_ids.size)), dtype)
         for member in members:
             slots = buffers.arrays[member][tensor_type.index(slice(token_ids.size))]
             if parks:
@@ -276,22 +294,9 @@ def _write_prefix(
             write(np.ascontiguousarray(slots).data)
         all_scales.append(np.array(scales, np.float32))
     for each in all_scales if parks else ():
-        write(_array_header(each.shape, each.dtype))
-        write(each.data)
-    file.write(_digest_block(sha.digest()))
-
-
-def _array_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    """What an .npy file has before the elements."""
-    header = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(header, description)
-    return header.getvalue()
-
-
-def _digest_block(digest: bytes) -> bytes:
-    """The last array of a file."""
-    return _array_header((len(digest),), np.dtype(np.uint8)) + digest
+        write_array(each)
+    begin((sha.digest_size,), np.dtype(np.uint8))
+    file.write(sha.digest())
 
 
 def _read_header(path: Path, key: str) -> StoredPrefix:
@@ -334,3 +339,10 @@ def _make_room(root: Path, needed: int, most: int) -> None:
             total -= size
     if shutil.disk_usage(root).free < 2 * needed:
         raise OSError("too little free space on the disk")
+
+
+def common_prefix(first: TokenIds, second: TokenIds) -> int:
+    """Number of equal tokens at the beginning of both arrays."""
+    size = min(first.size, second.size)
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if different.size else size

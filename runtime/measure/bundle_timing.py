@@ -13,10 +13,9 @@ a few percent faster than another, whatever its weights are, and the machine is 
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +49,7 @@ from .device_choice import (
     thread_choice_key,
 )
 from .pass_timing import TYPICAL_CONTEXT, pad_cache, time_pass
-from .system_load import LoadMeter, take_turns
+from .system_load import GraphTimes, take_turns
 
 PASSES_PER_TURN: Final = 5
 """Timed passes of each width in a turn."""
@@ -61,14 +60,6 @@ _LOADS: Final = 4
 """How often node timing loads every bundle."""
 _FASTEST_SHARE: Final = 3
 """The fastest one of so many passes is averaged."""
-_SECONDS_BUDGET: Final = 2.0
-"""Approximate seconds for the comparison of two sessions."""
-_MIN_ROUNDS: Final = 2
-_MAX_ROUNDS: Final = 20
-_FIRST_PASSES: Final = 4
-"""Passes before a comparison: the first ones of a width compile kernels on some devices."""
-_HOPELESS: Final = 2.0
-"""A session whose fastest first passes take so many times the other's is not timed further."""
 _WORTH: Final = 0.95
 """A device replaces the CPU, and a number of threads the default one, if passes take at most this share of its time."""
 _WIDTHS: Final = (1, 4)
@@ -220,17 +211,13 @@ def _node_seconds(
         return [_nodes_by_width(read_profile(session.end_profile()), widths) for session in sessions]
 
 
-def time_in_turns(
-    bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int, most: int = 0, seconds: float = math.inf
-) -> list[dict[int, list[float]]]:
+def time_in_turns(bound: Sequence[BoundGraph], widths: Sequence[int], rounds: int) -> list[dict[int, list[float]]]:
     """Time passes of sessions in turns.
 
     Args:
         bound: the sessions.
         widths: numbers of token positions of the passes.
         rounds: number of turns of every session.
-        most: number of turns to take if they fit into `seconds`; 0 for `rounds`.
-        seconds: approximate seconds for all turns, if `rounds` of them take no longer.
 
     Returns:
         The seconds of the timed passes of each session by width.
@@ -239,27 +226,21 @@ def time_in_turns(
         ContextError: a pass does not fit the context.
         EdgeError: ONNX Runtime failed.
     """
-
-    def turn(session: BoundGraph) -> dict[int, list[float]]:
-        time.sleep(_PAUSE_S)
-        for _ in range(WARM_UP_PASSES):
-            time_pass(session, widths[0])
-        return {width: [time_pass(session, width) for _ in range(PASSES_PER_TURN)] for width in widths}
-
-    turns, _ = take_turns([partial(turn, each) for each in bound], least=rounds, most=most or rounds, seconds=seconds)
+    turns, _ = take_turns([partial(_turn, each, widths) for each in bound], least=rounds, most=rounds)
     return [{width: [one for turn in each for one in turn[width]] for width in widths} for each in turns]
 
 
-def compare_pair(pair: Sequence[BoundGraph], widths: Sequence[int]) -> list[float]:
-    """Compare two sessions in turns, for about two seconds: seconds of one pass of every width together, for each.
+def _turn(bound: BoundGraph, widths: Sequence[int]) -> dict[int, list[float]]:
+    """Seconds of the passes of one turn, by width."""
+    time.sleep(_PAUSE_S)
+    for _ in range(WARM_UP_PASSES):
+        time_pass(bound, widths[0])
+    return {width: [time_pass(bound, width) for _ in range(PASSES_PER_TURN)] for width in widths}
 
-    Where the second one is much slower in its first passes, these are the result. Errors as for `time_in_turns`.
-    """
-    first = [sum(min(time_pass(bound, width) for _ in range(_FIRST_PASSES)) for width in widths) for bound in pair]
-    if first[1] > _HOPELESS * first[0]:
-        return first
-    times = time_in_turns(pair, widths, _MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_BUDGET)
-    return [sum(map(mean_of_fastest, each.values())) for each in times]
+
+def _turn_s(bound: BoundGraph, widths: Sequence[int]) -> float:
+    """Seconds of one pass of every width together: of the fastest ones of a turn."""
+    return sum(map(min, _turn(bound, widths).values()))
 
 
 def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> FastestDevice:
@@ -282,28 +263,12 @@ def measure_fastest_device(bundle: Bundle, config: SessionConfig, progress: Prog
     cpu = config.device
     if not others:
         return FastestDevice(cpu.name, {})
-    best, best_seconds = cpu, float("inf")
-    seconds: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    busy = False
-    on_cpu = _open(bundle, config)
-    for number, device in enumerate(others):
-        progress("comparing devices", number / len(others))
-        try:
-            on_device = _open(bundle, replace(config, device=device, threads=0))
-        except EdgeError as error:
-            refused[device.name] = error.what
-            continue
-        meter = LoadMeter(config.threads)
-        times = compare_pair((on_cpu, on_device), (1,))
-        busy = busy or meter.is_busy
-        seconds[cpu.name] = min(times[0], seconds.get(cpu.name, times[0]))
-        seconds[device.name] = times[1]
-        if times[1] < min(_WORTH * times[0], best_seconds):
-            best, best_seconds = device, times[1]
-    progress("comparing devices", 1.0)
-    identity = () if best is cpu else device_identity(best)
-    choice = FastestDevice(best.name, seconds, refused, identity, busy and best is not cpu)
+    devices = {device.name: device for device in (cpu, *others)}
+    configs = {name: replace(config, device=device, threads=0) for name, device in devices.items()}
+    configs[cpu.name] = config
+    best, seconds, refused, busy = _fastest(bundle, configs, (1,), lambda done: progress("comparing devices", done))
+    identity = () if best == cpu.name else device_identity(devices[best])
+    choice = FastestDevice(best, seconds, refused, identity, busy and best != cpu.name)
     if not choice.busy:
         FASTEST_DEVICES.save(fastest_device_key(bundle), choice)
     return choice
@@ -326,28 +291,49 @@ def _open(bundle: Bundle, config: SessionConfig) -> BoundGraph:
 def choose_threads(bundle: Bundle, config: SessionConfig, progress: Progress = silent) -> ThreadChoice:
     """Measure which number of threads is fastest, and store it unless other programs disturbed the measurement.
 
-    Two numbers at a time take turns, so that at most two sessions are in memory. Errors as for
-    `measure_fastest_device`.
+    Errors as for `measure_fastest_device`.
     """
-    default, *others = thread_candidates()
-    best, busy, seconds = default, False, dict[int, float]()
-    for number, count in enumerate(others):
-        progress("comparing numbers of threads", number / len(others))
-        meter = LoadMeter(max(best, count))
-        pair = (best, count)
-        times = compare_pair([_open(bundle, replace(config, threads=each)) for each in pair], _WIDTHS)
-        seconds.update(zip(pair, times, strict=True))
-        busy = busy or meter.is_busy
-        if times[1] < _WORTH * times[0]:
-            best = count
-    progress("comparing numbers of threads", 1.0)
-    choice = ThreadChoice(best, seconds, busy)
+    configs = {str(count): replace(config, threads=count) for count in thread_candidates()}
+    stage = "comparing numbers of threads"
+    best, seconds, _, busy = _fastest(bundle, configs, _WIDTHS, lambda done: progress(stage, done))
+    choice = ThreadChoice(configs[best].threads, {int(count): each for count, each in seconds.items()}, busy)
     if seconds and not busy:
         THREAD_CHOICES.save(thread_choice_key(bundle, config), choice)
     return choice
 
 
-def _fastest(seconds: Sequence[float]) -> list[int]:
+def _fastest(
+    bundle: Bundle, configs: Mapping[str, SessionConfig], widths: Sequence[int], progress: Callable[[float], None]
+) -> tuple[str, dict[str, float], dict[str, str], bool]:
+    """Compare ways to run a model, each with the best one before it, so that at most two sessions are in memory.
+
+    Returns:
+        The first one, or one that is clearly faster; the seconds of each, why others cannot run it, and whether other
+        programs used the processor meanwhile.
+    """
+    best, *others = configs
+    seconds: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    times = GraphTimes()
+    on_best = _open(bundle, configs[best])
+    for number, name in enumerate(others):
+        progress(number / len(others))
+        try:
+            other = _open(bundle, configs[name])
+        except EdgeError as error:
+            refused[name] = error.what
+            continue
+        own, further = (partial(_turn_s, each, widths) for each in (on_best, other))
+        times.measure(name, own, further, max(configs[best].threads, configs[name].threads))
+        before, seconds[name] = times.seconds[name]
+        seconds[best] = min(before, seconds.get(best, before))
+        if seconds[name] < _WORTH * before:
+            best, on_best = name, other
+    progress(1.0)
+    return best, seconds, refused, bool(times.disturbed)
+
+
+def _fastest_passes(seconds: Sequence[float]) -> list[int]:
     """Return the indices of the fastest third, the passes that were probably not disturbed."""
     order = sorted(range(len(seconds)), key=seconds.__getitem__)
     return order[: -(-len(order) // _FASTEST_SHARE)]
@@ -355,7 +341,7 @@ def _fastest(seconds: Sequence[float]) -> list[int]:
 
 def mean_of_fastest(seconds: Sequence[float]) -> float:
     """Return the mean of the fastest third of the passes."""
-    return fmean(seconds[index] for index in _fastest(seconds))
+    return fmean(seconds[index] for index in _fastest_passes(seconds))
 
 
 def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]) -> dict[int, dict[str, float]]:
@@ -368,7 +354,7 @@ def _nodes_by_width(passes: Sequence[Mapping[str, float]], widths: Sequence[int]
     for place, width in enumerate(widths):
         first = WARM_UP_PASSES + place * PASSES_PER_TURN
         timed = [one for number, one in enumerate(passes) if 0 <= number % passes_per_turn - first < PASSES_PER_TURN]
-        chosen = [timed[index] for index in _fastest([sum(one.values()) for one in timed])]
+        chosen = [timed[index] for index in _fastest_passes([sum(one.values()) for one in timed])]
         found[width] = {node: fmean(one[node] for one in chosen) for node in chosen[0]}
     return found
 

@@ -7,8 +7,9 @@ same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +27,8 @@ models (docs/log.md), so what an int8 graph may add is at most about as much as 
 PROMPTS: Final = 20
 _PROMPT_TOKENS: Final = 96
 _NEXT_TOKENS: Final = 64
-_WIDTH: Final = 32
-"""Tokens per pass. Their logits are compared at once: 20 MB of them for a vocabulary of 152,000."""
+_WIDTH: Final = 16
+"""Tokens per pass. Their logits are compared at once: 20 MB as float64 for a vocabulary of 152,000."""
 _SOURCES: Final = ("conversation", "decode", "embedding", "engine", "generation", "loaded_model", "options", "result")
 """Modules of the runtime whose source is read as text: half English prose, half code."""
 
@@ -46,21 +47,6 @@ class LogitQuality:
     """Number of positions that were compared."""
     longest: int
     """Number of tokens of the longest text."""
-
-
-def _compared(expected: npt.NDArray[Any], found: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """KL divergence of log-probabilities `[n, V]` from the expected ones, and whether the best token is the same."""
-    kl = (np.exp(expected) * (expected - found)).sum(axis=-1, dtype=np.float64)
-    return kl, expected.argmax(axis=-1) == found.argmax(axis=-1)
-
-
-def _quality(
-    compared: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]], texts: Sequence[Sequence[int]]
-) -> LogitQuality:
-    kl, agrees = (np.concatenate(each) for each in zip(*compared, strict=True))
-    return LogitQuality(
-        float(kl.mean()), float(np.quantile(kl, 0.99)), float(agrees.mean()), kl.size, max(map(len, texts))
-    )
 
 
 def measure_cache_quality(
@@ -83,20 +69,8 @@ def measure_cache_quality(
     """
     limit = min(quantized.arena.limit, reference.arena.limit)
     cut = [list(text[:limit]) for text in texts if len(text)]
-    if not cut:
-        raise ValueError("there is no text to compare caches on")
-    compared = []
-    for number, text in enumerate(cut):
-        for each in (quantized, reference):
-            each.arena.rewind_to(0)
-        for start in range(0, len(text), _WIDTH):
-            tokens, log_probs = text[start : start + _WIDTH], []
-            for each in (reference, quantized):
-                log_probs.append(log_softmax(each.forward(tokens).astype(np.float64)))
-                each.arena.commit(len(tokens))
-            compared.append(_compared(*log_probs))
-        progress((number + 1) / len(cut))
-    return _quality(compared, cut)
+    expected, found = (partial(_logits, each, each, 0) for each in (reference, quantized))
+    return _quality(cut, expected, found, progress)
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -135,8 +109,8 @@ def measure_int8_quality(
     """Compare an int8 graph with the model's own graph.
 
     Args:
-        int8: the int8 graph, whose cache's contents are lost.
-        plain: the model's own graph, whose cache's contents are lost. It also runs over the int8 graph's cache.
+        int8: the int8 graph, which runs over the cache of the other one from now on.
+        plain: the model's own graph, whose cache's contents are lost.
         prompts: texts as token ids, at least one of two tokens; those longer than the context are cut. Of each, the
             last 64 tokens, or half of a shorter one, are those after the prompt.
         progress: receives the fraction done, 0 to 1, before every pass; what it raises ends the comparison.
@@ -145,53 +119,57 @@ def measure_int8_quality(
         EdgeError: ONNX Runtime failed.
         ValueError: there is no prompt.
     """
-    arena, int8_arena = plain.arena, int8.arena
-    limit = min(arena.limit, int8_arena.limit)
-    texts = [list(text[:limit]) for text in prompts if len(text[:limit]) > 1]
-    if not texts:
-        raise ValueError("there is no prompt to compare on")
-    compared = []
-    try:
-        for number, text in enumerate(texts):
+    int8.use(plain.arena)
+    # Nothing is predicted after the last token, and the own graph reads the last one of a prompt.
+    texts = [list(text[: plain.arena.limit])[:-1] for text in prompts if len(text[: plain.arena.limit]) > 1]
 
-            def report(fraction: float, number: int = number) -> None:
-                progress((number + fraction) / len(texts))
+    def logits(reader: BoundGraph, text: Sequence[int], step: Callable[[], None]) -> list[npt.NDArray[Any]]:
+        return [*_logits(reader, plain, len(text) - min(_NEXT_TOKENS, (len(text) + 1) // 2), text, step)]
 
-            next_tokens = min(_NEXT_TOKENS, len(text) // 2)
-            plain.use(arena)
-            expected = [*_next_distributions(plain, plain, text, next_tokens, lambda done: report(done / 2))]
-            plain.use(int8_arena)
-            found = _next_distributions(int8, plain, text, next_tokens, lambda done: report((1 + done) / 2))
-            compared += [_compared(right, wrong) for right, wrong in zip(expected, found, strict=True)]
-    finally:
-        plain.use(arena)
-        arena.rewind_to(0)
-        int8_arena.rewind_to(0)
-    progress(1.0)
-    return _quality(compared, texts)
+    return _quality(texts, partial(logits, plain), partial(logits, int8), progress)
 
 
-def _next_distributions(
-    reader: BoundGraph, plain: BoundGraph, text: Sequence[int], next_tokens: int, progress: Callable[[float], None]
-) -> Iterator[npt.NDArray[np.float32]]:
-    """Yield log-probabilities `[n, V]` after the last token of a prompt and the tokens that follow it.
+def _logits(
+    reader: BoundGraph, plain: BoundGraph, start: int, text: Sequence[int], step: Callable[[], None]
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield logits `[n, V]` of the tokens of a text from the index `start` on.
 
     Args:
-        reader: reads the prompt but for its last token, into its cache.
-        plain: reads the rest, from the same cache.
-        text: the prompt and `next_tokens` more tokens; nothing is predicted after the last one.
-        next_tokens: number of positions.
-        progress: receives the fraction done before every pass.
+        reader: reads those before it, as a prompt.
+        plain: reads the others, from the same cache.
+        start: index of the first token of which logits are wanted.
+        text: the token ids.
+        step: called before every pass.
     """
-    arena = reader.arena
+    arena = plain.arena
     arena.rewind_to(0)
-    start = len(text) - next_tokens - 1
-    progress(0.0)
-    if start:
-        prefill(reader, text[:start])
-    for begin in range(start, len(text) - 1, _WIDTH):
-        progress((begin - start + _WIDTH) / (next_tokens + _WIDTH))
-        tokens = text[begin : min(begin + _WIDTH, len(text) - 1)]
-        logits = plain.forward(tokens)
-        arena.commit(len(tokens))
-        yield log_softmax(logits)
+    step()
+    prefill(reader, text[:start])
+    for begin in range(start, len(text), _WIDTH):
+        step()
+        logits = plain.forward(text[begin : begin + _WIDTH])
+        arena.commit(len(logits))
+        yield logits.copy()
+    arena.rewind_to(0)
+
+
+def _quality(
+    texts: Sequence[Sequence[int]],
+    expected: Callable[[Sequence[int], Callable[[], None]], Iterable[npt.NDArray[Any]]],
+    found: Callable[[Sequence[int], Callable[[], None]], Iterable[npt.NDArray[Any]]],
+    progress: Callable[[float], None],
+) -> LogitQuality:
+    """Compare what two functions give for each text, which they call with a function to call before every pass."""
+    if not texts:
+        raise ValueError("there is no text to compare on")
+    kl: list[float] = []
+    agrees: list[bool] = []
+    for number, text in enumerate(texts):
+        step = partial(progress, number / len(texts))
+        for pair in zip(expected(text, step), found(text, step), strict=True):
+            right, wrong = (log_softmax(each.astype(np.float64)) for each in pair)
+            kl += (np.exp(right) * (right - wrong)).sum(axis=-1).tolist()
+            agrees += (right.argmax(axis=-1) == wrong.argmax(axis=-1)).tolist()
+    progress(1.0)
+    p99 = float(np.quantile(kl, 0.99))
+    return LogitQuality(float(np.mean(kl)), p99, float(np.mean(agrees)), len(kl), max(map(len, texts)))

@@ -7,28 +7,23 @@ machine, and where the tokens after some prompts stay as probable as with the mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-
-from ...models.json_file import Count, Positive
 from ..graph.bound_graph import BoundGraph
-from ..prefill import PREFILL_TOKENS
+from ..prefill import PREFILL_TOKENS, prefill
 from .measurement_store import MeasurementStore
 from .pass_timing import pad_cache
-from .system_load import take_turns
+from .system_load import GraphTimes
 
 LEAST_WIDTH: Final = 64
 """Tokens of the narrowest pass that the int8 prompt graph may run."""
-INT8_WIDTHS: Final = (64, 128, 256)
-"""Widths of the passes to measure of the int8 prompt graph. Wider ones are not faster, and take more memory."""
-PLAIN_WIDTHS: Final = (64, PREFILL_TOKENS)
-"""Widths of the passes to measure of the model's own graph, which runs none that are wider."""
+_WIDTHS: Final = (LEAST_WIDTH, 128, 256)
+"""Widths of its passes to measure. Wider ones are not faster, and take more memory."""
 LONGEST_PASS_S: Final = 1.0
-"""Seconds that a pass may take: a prompt is cancelled, and its progress is shown, between two passes."""
+"""Seconds that a pass after few tokens may take: a prompt is cancelled, and its progress is shown, between two."""
 UNMEASURED_WIDTH: Final = 256
 """Width of the int8 prompt graph's passes before it was measured."""
 TOKENS_TO_LOAD: Final = 512
@@ -38,13 +33,8 @@ NOT_MADE: Final = "not made yet (edge-run tune makes it)"
 """Why there is no int8 prompt graph before it was made."""
 _WORTH: Final = 1.05
 """How many times as fast the int8 prompt graph must be: it takes memory, disk and a little quality."""
-_LEAST_TURNS, _MAX_TURNS = 1, 7
-"""Turns after the first passes; those beyond the least number are taken while the time lasts."""
-_SECONDS_BUDGET: Final = 3.0
-_MAX_DISTURBED: Final = 3
-"""Measurements at most if other programs disturb every one: a busy machine may always be busy."""
-_SHORT, _LONG = 128, 1024
-"""Numbers of cached tokens to measure after: attention takes longer after more."""
+_CONTEXT: Final = 128
+"""Cached tokens to measure after."""
 
 
 @dataclass(frozen=True)
@@ -53,38 +43,21 @@ class PromptChoice:
 
     obstacle: str | None = None
     """Why the model cannot have one; None if it can, and then the other fields are set."""
-    plain_s: Mapping[Count, Positive] = field(default_factory=dict)
-    """Seconds of a pass of the model's own graph, by width."""
-    int8_s: Mapping[Count, Positive] = field(default_factory=dict)
-    """Seconds of a pass of the int8 prompt graph, by width."""
-    attention_s: float = 0.0
-    """Seconds that a cached token adds to a pass of the int8 prompt graph, for each new token."""
+    times: GraphTimes = field(default_factory=GraphTimes)
+    """Seconds in which both graphs read tokens of a prompt, by their number: the int8 prompt graph in one pass."""
     mean_kl: float = 0.0
     """Mean KL divergence of the tokens after some prompts, from those with the model's own graph, in nats."""
     kl_limit: float = 0.0
     """Largest mean KL divergence that is acceptable."""
-    disturbed: int = 0
-    """Number of measurements, the latest and those just before it, during which other programs used the processor."""
 
     def __post_init__(self) -> None:
-        if self.obstacle is None and not self.int8_s:
+        if self.obstacle is None and not (self.times.seconds and all(map(str.isdecimal, self.times.seconds))):
             raise ValueError("holds neither times nor a reason")
 
     @property
-    def is_doubtful(self) -> bool:
-        """Whether a later process should measure again, because other programs disturbed the measurement."""
-        return 0 < self.disturbed < _MAX_DISTURBED
-
-    def joined(self, earlier: PromptChoice | None) -> PromptChoice:
-        """This measurement with the times of an earlier one, if both were disturbed: that makes passes slower, never
-        faster."""
-        if earlier is None or not (self.disturbed and earlier.disturbed):
-            return self
-        own, other = (
-            {width: min(seconds, before.get(width, seconds)) for width, seconds in now.items()}
-            for now, before in ((self.plain_s, earlier.plain_s), (self.int8_s, earlier.int8_s))
-        )
-        return replace(self, plain_s=own, int8_s=other, disturbed=self.disturbed + earlier.disturbed)
+    def seconds(self) -> dict[int, tuple[float, ...]]:
+        """Seconds in the model's own graph and in the int8 prompt graph, by number of tokens, ascending."""
+        return dict(sorted((int(width), each) for width, each in self.times.seconds.items()))
 
     @property
     def refusal(self) -> str | None:
@@ -99,91 +72,69 @@ class PromptChoice:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast the int8 prompt graph reads a prompt, each graph with its best width; 0 unmeasured."""
-        own, int8 = ([each / width for width, each in times.items()] for times in (self.plain_s, self.int8_s))
-        return min(own) / min(int8) if own and int8 else 0.0
+        """How many times as fast the int8 prompt graph reads a prompt, each graph with its best width."""
+        own, int8 = (min(pair[which] / width for width, pair in self.seconds.items()) for which in (0, 1))
+        return own / int8
 
     @property
     def least_width(self) -> int:
         """Tokens of the narrowest pass from which on the int8 prompt graph is faster."""
-        return next((n for n in sorted(self.int8_s) if self.int8_s[n] < self.plain_s.get(n, np.inf)), LEAST_WIDTH)
+        return next((width for width, (own, int8) in self.seconds.items() if int8 < own), LEAST_WIDTH)
 
-    def width(self, base: int) -> int:
-        """Number of tokens of a pass of the int8 prompt graph after `base` cached ones: the one of highest speed.
-
-        Passes that would take longer than `LONGEST_PASS_S` are left out, unless all do.
-        """
-        times = {width: seconds + self.attention_s * width * base for width, seconds in self.int8_s.items()}
-        short = {width: seconds for width, seconds in times.items() if seconds <= LONGEST_PASS_S}
-        chosen = short or {min(times): 1.0}
-        return max(chosen, key=lambda width: width / chosen[width])
+    @property
+    def width(self) -> int:
+        """Number of tokens of a pass of the int8 prompt graph: the fastest that is not too long, or the narrowest."""
+        int8 = {width: each for width, (_, each) in self.seconds.items()}
+        return max(
+            (width for width in int8 if int8[width] <= LONGEST_PASS_S), key=lambda n: n / int8[n], default=min(int8)
+        )
 
 
-PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 2, PromptChoice)
+PROMPT_CHOICES: Final = MeasurementStore("prompt-graph", 3, PromptChoice)
 """Which graph reads prompts, by model, machine and number of threads."""
 
 
 def measure_prompt_speed(
     plain: BoundGraph,
     int8: BoundGraph,
+    times: GraphTimes,
     threads: int = 0,
     progress: Callable[[float], None] = lambda _: None,
-) -> PromptChoice:
-    """Time passes of both graphs in turns; the quality is left out.
+) -> None:
+    """Let both graphs read prompts in turns.
 
     Args:
         plain: the model's own graph, whose cache contents are lost.
         int8: the int8 prompt graph, whose cache contents are lost.
+        times: gets the times, but for those that it has without a doubt; none if the context is too short.
         threads: number of threads of the sessions; 0 for the default.
         progress: receives the fraction done, 0 to 1, before every pass; it may wait.
-
-    Returns:
-        The times.
 
     Raises:
         EdgeError: ONNX Runtime failed.
     """
     limit = min(plain.arena.limit, int8.arena.limit)
-    short = min(_SHORT, limit // 2)
-    first: dict[tuple[BoundGraph, int], float] = {}
-    for bound, widths in ((plain, PLAIN_WIDTHS), (int8, INT8_WIDTHS)):
-        for width in widths:
-            # Passes wider than one that takes too long take longer still, and are not used.
-            if short + width <= limit and first.get((bound, width // 2), 0.0) <= LONGEST_PASS_S:
-                progress(0.0)
-                first[bound, width] = _pass_s(bound, width, short)
-    if not first:
-        return PromptChoice(f"a context of {limit} tokens is too short")
-    turns, busy = take_turns(
-        [partial(_pass_s, bound, width, short) for bound, width in first],
-        threads,
-        least=_LEAST_TURNS,
-        most=_MAX_TURNS,
-        seconds=_SECONDS_BUDGET,
-        progress=progress,
-    )
-    times = {one: min(first[one], *seconds) for one, seconds in zip(first, turns, strict=True)}
-    own, other = (
-        {width: seconds for (each, width), seconds in times.items() if each is graph} for graph in (plain, int8)
-    )
-    width = min(other)
-    attention_s = 0.0
-    if _LONG + width <= limit:
-        long_s = min(_pass_s(int8, width, _LONG) for _ in range(2))
-        attention_s = max(long_s - other[width], 0.0) / (width * (_LONG - short))
-    shortened = {each: seconds - attention_s * each * short for each, seconds in other.items()}
-    return PromptChoice(None, own, shortened, attention_s, disturbed=int(busy))
+    context = min(_CONTEXT, limit // 2)
+    for number, width in enumerate(_WIDTHS):
+        if context + width > limit or times.seconds.get(str(width // 2), (0, 0))[1] > LONGEST_PASS_S:
+            break  # a pass of twice the tokens would take longer still
+        if str(width) in times.seconds.keys() - times.doubtful:
+            continue
+
+        def report(fraction: float, number: int = number) -> None:
+            progress((number + fraction) / len(_WIDTHS))
+
+        own, other = (partial(_read_s, each, width, context) for each in (plain, int8))
+        times.measure(str(width), own, other, threads, report)
 
 
-def _pass_s(bound: BoundGraph, width: int, context: int) -> float:
-    """Seconds of a pass that reads `width` tokens of a prompt after `context` cached ones."""
-    bound.arena.rewind_to(0)
-    bound.arena.reserve(context + width)
-    pad_cache(bound, context)
-    tokens = np.arange(width) % bound.graph_io.input_vocab
+def _read_s(bound: BoundGraph, tokens: int, context: int) -> float:
+    """Seconds in which `tokens` of a prompt are read after `context` cached ones."""
     seconds = []
     for _ in range(2):  # after passes of another graph, the first one maps the weights again
+        bound.arena.rewind_to(0)
+        pad_cache(bound, context)
         started = time.perf_counter()
-        bound.forward(tokens, logits_for=(width - 1,))
+        prefill(bound, [0] * (context + tokens), width=min(tokens, PREFILL_TOKENS) if bound.prefers_base else tokens)
         seconds.append(time.perf_counter() - started)
     return min(seconds)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
 from typing import Final, TypeAlias, TypeVar
 
 import psutil
 
+from ...models.json_file import Count, Positive
 from ..devices.processor import allowed_cpus, default_threads, usable_physical_cores
 
 _FREE_CORES: Final = 0.25
@@ -25,6 +27,15 @@ _TICK_ERROR_S: Final = 0.02
 
 _NOT_BUSY: Final = frozenset({"idle", "iowait", "guest", "guest_nice", "interrupt", "dpc"})
 """Times that are idle, or part of another one (on Windows interrupts and deferred calls are part of the system's)."""
+
+_TURNS: Final = 3
+"""Turns to measure at least; further ones follow while the time lasts."""
+_MAX_TURNS: Final = 11
+_SECONDS_BUDGET: Final = 0.5
+_SLOW_TURN_S: Final = 1.0
+"""Seconds after which no further turn begins: somebody may wait for a prompt whose passes are slow."""
+_MAX_DISTURBED: Final = 3
+"""Processes that measure a pass at most if other programs disturb every time: a busy machine may always be busy."""
 
 _ResultT = TypeVar("_ResultT")
 
@@ -65,6 +76,60 @@ def take_turns(
             results[which].append(runs[which]())
     progress(1.0)
     return results, meter.is_busy
+
+
+@dataclass
+class GraphTimes:
+    """Seconds of passes in both, by a name for what passes they are."""
+
+    seconds: dict[str, tuple[Positive, ...]] = field(default_factory=dict)
+    """Seconds in the first graph, the model's own, and in the other one."""
+    disturbed: dict[str, Count] = field(default_factory=dict)
+    """How often passes were measured, where other programs disturbed every measurement."""
+
+    def __post_init__(self) -> None:
+        if not self.disturbed.keys() <= self.seconds.keys() or any(len(each) != 2 for each in self.seconds.values()):
+            raise ValueError("the times of a pass are missing")
+
+    @property
+    def doubtful(self) -> set[str]:
+        """The passes that a later process should measure again, because other programs disturbed every measurement."""
+        return {name for name, number in self.disturbed.items() if number < _MAX_DISTURBED}
+
+    def measure(
+        self,
+        name: str,
+        own: Callable[[], float],
+        further: Callable[[], float],
+        threads: int = 0,
+        progress: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Time passes in both graphs, in turns: the fastest of each count.
+
+        Args:
+            name: what passes they are.
+            own: runs one in the first graph, and returns its seconds.
+            further: the same in the other graph.
+            threads: number of threads of the sessions; 0 for the default.
+            progress: receives the fraction done, 0 to 1, before every run; it may wait, and what it raises ends this.
+        """
+        times, busy = take_turns(
+            [own, further],
+            threads,
+            least=_TURNS,
+            most=_MAX_TURNS,
+            seconds=_SECONDS_BUDGET,
+            longest=_SLOW_TURN_S,
+            progress=progress,
+        )
+        # Also while a machine is busy some turns run undisturbed, and a disturbance makes a pass slower, never faster.
+        seconds = [min(each) for each in times]
+        disturbed = self.disturbed.pop(name, 0)
+        if busy:
+            self.disturbed[name] = disturbed + 1
+            if disturbed:
+                seconds = [*map(min, seconds, self.seconds[name])]
+        self.seconds[name] = tuple(seconds)
 
 
 ProcessorTimes: TypeAlias = tuple[float, float, float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
@@ -27,19 +28,25 @@ from edgerun.runtime.graph import open_graph, session
 from edgerun.runtime.graph.probe import probe
 from edgerun.runtime.graph.session import SessionConfig
 from edgerun.runtime.int8_prompts import int8_graph_files, prefill_choice, prompt_graph
-from edgerun.runtime.measure import prompt_choice
+from edgerun.runtime.measure import prompt_choice, system_load
 from edgerun.runtime.measure.logit_quality import log_softmax
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
-from edgerun.runtime.measure.system_load import LoadMeter
+from edgerun.runtime.measure.system_load import GraphTimes, LoadMeter
 from edgerun.runtime.prefill import PrefillMode, prefill
 from edgerun.runtime.scheduling import idle_thread
 from support.waiting import wait_until
 
 PROMPT = [5 + 37 * number % 290 for number in range(200)]
-FAST = {64: 0.02, 128: 0.03}
-SLOW = {64: 0.03, 128: 0.05}
-FASTER = PromptChoice(None, SLOW, FAST, 0.0, 0.001, 0.02)
+FAST, SLOW = {64: 0.02, 128: 0.03}, {64: 0.03, 128: 0.05}
+
+
+def choice_of(plain: dict[int, float], int8: dict[int, float], mean_kl: float = 0.001) -> PromptChoice:
+    """What was measured of passes of both graphs, by width."""
+    return PromptChoice(None, GraphTimes({str(width): (plain[width], int8[width]) for width in plain}), mean_kl, 0.02)
+
+
+FASTER = choice_of(SLOW, FAST)
 
 
 FAMILIES = pytest.mark.parametrize("bundle", ["llama", "lfm2", "qwen3_5_text", "granitemoehybrid"], indirect=True)
@@ -160,9 +167,9 @@ def test_auto_follows_what_was_measured(bundle: Path) -> None:
         )
     results = [
         (FASTER, None),
-        (PromptChoice(None, FAST, SLOW, 0.0, 0.001, 0.02), "not faster here: 0.60 times the speed"),
-        (PromptChoice(None, SLOW, FAST, 0.0, 0.08, 0.02), "failed the quality check: KL 0.08 > 0.02"),
-        (PromptChoice(None, SLOW, FAST, 0.0, float("inf"), 0.02), prompt_choice.NOT_MADE),  # not a figure
+        (choice_of(FAST, SLOW), "not faster here: 0.60 times the speed"),
+        (choice_of(SLOW, FAST, 0.08), "failed the quality check: KL 0.08 > 0.02"),
+        (choice_of(SLOW, FAST, float("inf")), prompt_choice.NOT_MADE),  # not a figure
         (PromptChoice("its weights are float32"), "its weights are float32"),
     ]
     for choice, refusal in results:
@@ -173,25 +180,25 @@ def test_auto_follows_what_was_measured(bundle: Path) -> None:
 
 
 def test_passes_are_as_wide_as_was_measured(bundle: Path) -> None:
-    store(bundle, PromptChoice(None, {64: 0.019, 128: 0.05}, {64: 0.02, 128: 0.03}, 0.0, 0.001, 0.02))
+    store(bundle, choice_of({64: 0.019, 128: 0.05}, {64: 0.02, 128: 0.03}))
     with loaded(bundle) as engine:
         # A pass over the last 72 tokens is one of those that are not faster.
         assert answer(engine).stats.prompt_readers == {"int8": 128, "base": 72}
 
 
 def test_the_best_short_enough_pass_is_chosen() -> None:
-    times = {64: 0.2, 128: 0.3, 256: 0.56, 512: 1.2}
-    choice = PromptChoice(None, {64: 0.22, 128: 0.4}, times, 1e-6, 0.001, 0.02)
+    plain = {64: 0.22, 128: 0.4, 256: 0.8, 512: 1.6}
+    choice = choice_of(plain, {64: 0.2, 128: 0.3, 256: 0.56, 512: 1.02})
     assert choice.refusal is None
-    assert (choice.least_width, choice.width(0)) == (64, 256)
-    assert choice.width(2000) == 128  # 256 would take 1.07 s then
-    assert choice.width(100_000) == 64
-    assert record_from_json(PromptChoice, asdict(choice)) == choice
+    assert (choice.least_width, choice.width) == (64, 256)
+    assert choice_of(plain, {64: 1.2, 128: 1.9, 256: 3.0, 512: 5.0}).width == 64
+    assert record_from_json(PromptChoice, json.loads(json.dumps(asdict(choice)))) == choice
     for damaged in (
         {},
         {"obstacle": 3},
         asdict(choice) | {"mean_kl": None},
-        asdict(choice) | {"int8_s": {"64": -1}},
+        asdict(choice) | {"times": {"seconds": {"64": [1.0, -1.0]}}},
+        asdict(choice) | {"times": {"seconds": {"wide": [1.0, 1.0]}}},
     ):
         with pytest.raises(ValueError, match=r".+"):
             record_from_json(PromptChoice, damaged)
@@ -238,7 +245,7 @@ def test_it_is_loaded_while_the_engine_is_idle_after_such_a_prompt(
     store(bundle, FASTER)
     with loaded(bundle, prefix_cache=0) as engine:
         answer(engine, PROMPT[:40])
-        assert engine.model.prefill_choice._preloading._thread is None, "the prompt was short"
+        assert engine.model.prefill_choice._background._thread is None, "the prompt was short"
         assert answer(engine).stats.prompt_readers == {"base": 200}
         wait_until(lambda: engine.model.prefill_choice.refusal_of({"base": 200}) is None)
         assert answer(engine).stats.prompt_readers == {"int8": 200}
@@ -298,7 +305,7 @@ def test_two_answers_at_a_time_say_what_each_says_alone(bundle: Path) -> None:
 
 
 def test_a_prompt_is_cancelled_between_two_passes(bundle: Path) -> None:
-    store(bundle, PromptChoice(None, {64: 1.0}, {64: 0.4}, 0.0, 0.001, 0.02))
+    store(bundle, choice_of({64: 1.0}, {64: 0.4}))
     fractions: list[float] = []
 
     def progress(_: str, fraction: float) -> None:
@@ -324,7 +331,7 @@ def test_it_is_made_in_the_background_after_a_long_prompt(
 ) -> None:
     monkeypatch.setattr(prompt_graph, "_WORTH_MAKING", 150)
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
-    monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    monkeypatch.setattr(system_load, "_SECONDS_BUDGET", 0.0)
     monkeypatch.setattr(idle_thread, "_RETRY_S", 0.0)
     failed: list[str] = []
 
@@ -362,22 +369,23 @@ def test_what_tune_measured_beside_other_programs_is_used_until_later_processes_
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: True))
     monkeypatch.setattr(prompt_graph, "_WORTH_MAKING", 150)
     monkeypatch.setattr(prompt_choice, "_WORTH", 0.0)
-    monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    monkeypatch.setattr(system_load, "_SECONDS_BUDGET", 0.0)
     settings = {"draft": None, "prefix_cache": 0}
     with edgerun.load(bundle, **settings) as engine:
         first = engine.model.prefill_choice.tune()
-        assert first.disturbed == 1
+        assert set(first.times.disturbed.values()) == {1}
     for disturbed, measures in ((2, True), (3, True), (3, False)):
         with edgerun.load(bundle, threads=threads, **settings) as engine:
             assert "int8" in answer(engine).stats.prompt_readers
             graph = engine.model.prefill_choice._prompt
-            wait_until(lambda graph=graph, disturbed=disturbed: graph.choice.disturbed == disturbed)
-            assert graph.choice.int8_s[64] <= first.int8_s[64]
+            found = {"64": disturbed, "128": disturbed}
+            wait_until(lambda graph=graph, found=found: graph.choice.times.disturbed == found)
+            assert graph.choice.seconds[64] <= first.seconds[64]
             assert graph.choice.mean_kl == first.mean_kl
             assert measures or engine.model.prefill_choice._background._thread is None
     monkeypatch.setattr(LoadMeter, "is_busy", property(lambda _: False))
     with edgerun.load(bundle, **settings) as engine:
-        assert engine.model.prefill_choice.tune().disturbed == 0
+        assert not engine.model.prefill_choice.tune().times.disturbed
 
 
 def test_closing_an_engine_ends_work_in_the_background(

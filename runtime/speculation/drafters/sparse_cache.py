@@ -54,6 +54,10 @@ _RECENT_TEXT: Final = 48
 """Number of tokens at the end of the text whose occurrences are looked up."""
 _REHEARSED: Final = 4
 """Number of tokens of an answer on which it is tried whether the draft is right, before it drafts."""
+_REHEARSAL: Final = 2.5
+"""What a rehearsal takes, in draft passes over as many tokens: slots are chosen and copied for it."""
+_ANSWER_SHARE: Final = 1 / 128
+"""Largest part of an answer's time that a rehearsal may take which no earlier draft has paid for."""
 _ALLOWED_SHARE: Final = 1 / 256
 """Part of the time that drafts may take which gain nothing."""
 _MOST_SAVED: Final = 8.0
@@ -104,8 +108,8 @@ class SparseCacheDraft(DraftModel):
         """Number of tokens at the beginning of the text of which slots were chosen; 0 to choose again."""
         self._offset = 0
         """Position of a token less its slot, behind the copied ones."""
-        self._untried_from = 0
-        """Length of the text for a rehearsal on what the target wrote; 0 after it."""
+        self._prompt_tokens = 0
+        """Number of tokens before the answer; 0 after a rehearsal on what the target wrote."""
         self._left = 0.0
         """Tokens of plain decoding whose time may be spent."""
         self.start(SamplingParams())
@@ -122,7 +126,7 @@ class SparseCacheDraft(DraftModel):
     def reset(self, token_ids: Sequence[int]) -> None:
         """Replace the sequence."""
         self._text, self._copied, self._stale = list(token_ids), 0, True
-        self._untried_from = len(self._text) + _REHEARSED
+        self._prompt_tokens = len(self._text)
         self._sampler = Sampler(self._sampler.params, self.head)
         self._sampler.observe_prompt(self._text)
 
@@ -138,7 +142,7 @@ class SparseCacheDraft(DraftModel):
 
         An answer is begun with a rehearsal instead: what is right beyond half of it may be staked.
         """
-        if self._available and 0 < self._untried_from <= len(self._text):
+        if self._available and self._prompt_tokens:
             self._left += max(2 * self._rehearse() - _REHEARSED, 0)
             return ()
         found = super().candidates(state)
@@ -151,16 +155,25 @@ class SparseCacheDraft(DraftModel):
 
     def seconds(self, path: Path) -> float:
         """Expected seconds of `candidates(path)`; infinite where nothing may be spent, or there is no answer yet."""
-        return math.inf if self._left < len(path) or len(self._text) < self._untried_from else super().seconds(path)
+        if self._left < len(path) or (self._prompt_tokens and not self._pays_to_rehearse):
+            return math.inf
+        return super().seconds(path)
 
     def settle(self, gained: float) -> None:
         """Spend what drafts cost, and save what they gain."""
         self._left = min(self._left + gained, _MOST_SAVED)
 
+    @property
+    def _pays_to_rehearse(self) -> bool:
+        """Whether earlier drafts have gained what a rehearsal takes, or it is little beside the answer so far."""
+        written, slots = len(self._text) - self._prompt_tokens, _KEPT_BLOCKS * BLOCK
+        takes = _REHEARSAL * self.cost.seconds(_REHEARSED, slots) / self.cost.seconds(1, len(self._text))
+        return written >= _REHEARSED and (self._left >= takes or written * _ANSWER_SHARE >= takes)
+
     def _rehearse(self) -> int:
         """How many of the last tokens the draft would have found, which takes one pass; nothing of it is kept."""
         started, text = time.perf_counter(), self._text
-        self._text, self._untried_from, self._copied = text[:-_REHEARSED], 0, 0
+        self._text, self._prompt_tokens, self._copied = text[:-_REHEARSED], 0, 0
         self._copy_slots()
         inputs, positions = self._own(text[-_REHEARSED - 1 : -1]), self._copied + np.arange(_REHEARSED)
         logits = self._bound.forward(inputs, logits_for=range(_REHEARSED), positions=positions)

@@ -21,10 +21,10 @@ from edgerun.runtime.graph.model_metadata import metadata_of
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.int8_prompts import prompt_graph
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
-from edgerun.runtime.measure import bundle_timing, prompt_choice
+from edgerun.runtime.measure import prompt_choice, system_load
 from edgerun.runtime.measure.measurement_store import model_key
 from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
-from edgerun.runtime.measure.system_load import LoadMeter
+from edgerun.runtime.measure.system_load import GraphTimes, LoadMeter
 from edgerun.runtime.prefill import prefill
 from edgerun.runtime.text.tokenizer import TextTokenizer
 from support.commands import Capture, Patch, fails, json_of, output_of
@@ -43,8 +43,7 @@ FAMILIES = ("llama", "lfm2", "qwen3_5_text")
 def as_if_large(monkeypatch: Patch, cache: Path) -> None:
     """A cache folder of its own, tiny models as if they were not small, and short measurements."""
     monkeypatch.setattr(open_graph, "_SMALL_MODEL_BYTES", 0)
-    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
-    monkeypatch.setattr(prompt_choice, "_SECONDS_BUDGET", 0.0)
+    monkeypatch.setattr(system_load, "_SECONDS_BUDGET", 0.0)
     monkeypatch.setattr(prompt_graph, "TOKENS_TO_LOAD", 0)
 
 
@@ -131,7 +130,8 @@ def test_auto_does_what_was_measured_of_a_foreign_model(tmp_path: Path, capsys: 
     assert measured["mean_kl"] <= measured["kl_limit"]
     monkeypatch.setattr(prompt_choice, "_WORTH", 1.05)  # the times of so small a model say nothing
     for int8_s, refusal in ((0.01, None), (0.03, "not faster here: 0.67 times the speed")):
-        choice = PromptChoice(None, {64: 0.02}, {64: int8_s}, 0.0, measured["mean_kl"], measured["kl_limit"])
+        times = GraphTimes({"64": (0.02, int8_s)})
+        choice = PromptChoice(None, times, measured["mean_kl"], measured["kl_limit"])
         PROMPT_CHOICES.save(model_key(open_bundle(model), CONFIG), choice)
         found, line = answer(capsys, model)
         graphs = found["prompt_graphs"]
@@ -187,7 +187,7 @@ def test_the_exactness_report_does_not_depend_on_it(bundle: str, tmp_path: Path,
 
     before = report()
     answer(capsys, bundle, "--prefill", "int8")
-    faster = PromptChoice(None, {64: 0.03}, {64: 0.02}, 0.0, 0.001, 0.02)
+    faster = PromptChoice(None, GraphTimes({"64": (0.03, 0.02)}), 0.001, 0.02)
     PROMPT_CHOICES.save(model_key(open_bundle(Path(bundle)), CONFIG), faster)
     assert "int8" in answer(capsys, bundle)[0]["prompt_graphs"]["tokens"]
     assert report() == before

@@ -11,7 +11,7 @@ from edgerun.edge.cli.main import main
 from edgerun.edge.cli.tune import describe_cost
 from edgerun.runtime.devices import processor
 from edgerun.runtime.devices.processor import Core
-from edgerun.runtime.measure import bundle_timing, pass_timing
+from edgerun.runtime.measure import pass_timing, system_load
 from edgerun.runtime.measure.pass_timing import WIDTHS
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.speculation.pass_cost import PassCost
@@ -20,7 +20,7 @@ from support.commands import Capture, Patch, fails, json_of, output_of
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(system_load, "_SECONDS_BUDGET", 0.0)
 
 
 def test_json_is_one_object_and_inspect_shows_the_costs(tiny_bundle: Path, cache: Path, capsys: Capture) -> None:

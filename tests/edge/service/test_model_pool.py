@@ -283,8 +283,8 @@ def test_no_other_model_waits_for_one_that_closes(models: Path, reason: str) -> 
     def open_busy(source: str, progress: Progress) -> edgerun.Engine:
         engine = opener(source, progress)
         if engine is opener.engines[0]:
-            engine.model.prefill_choice._preloading = IdleThread(engine.model.queue, work, "step")  # type: ignore[misc]
-            engine.model.prefill_choice._preloading.start()
+            engine.model.prefill_choice._background = IdleThread(engine.model.queue, work, "step")  # type: ignore[misc]
+            engine.model.prefill_choice._background.start()
             assert begun.wait(LIMIT_S)
             if reason == "abandoned":
                 token.cancel()

@@ -36,8 +36,8 @@ class WidePasses(FurtherGraph):
     def takes(self, new: NewTokens, base: int) -> bool:
         return len(new.ids) >= 8 and new.wanted.tolist() in ([], [len(new.ids) - 1]) and is_consecutive(new, base)
 
-    def prefill_width(self, preferred: int, base: int, remaining: int) -> int:
-        del base, remaining
+    def prefill_width(self, preferred: int, remaining: int) -> int:
+        del remaining
         return min(preferred, 12)
 
     def load(self) -> GraphSession:

@@ -11,7 +11,7 @@ import edgerun
 from edgerun.models.bundle import open_bundle
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.session import SessionConfig
-from edgerun.runtime.measure import bundle_timing, device_choice
+from edgerun.runtime.measure import bundle_timing, device_choice, system_load
 from edgerun.runtime.measure.bundle_timing import choose_threads
 from edgerun.runtime.measure.device_choice import chosen_threads, thread_candidates
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -31,9 +31,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 def passes_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
     """Let passes take so long by number of threads, without loading anything."""
     monkeypatch.setattr(bundle_timing, "_open", lambda _bundle, config: config.threads)
-    monkeypatch.setattr(
-        bundle_timing, "compare_pair", lambda sessions, _widths: [seconds[threads] for threads in sessions]
-    )
+    monkeypatch.setattr(bundle_timing, "_turn_s", lambda threads, _widths: seconds[threads])
 
 
 def test_the_default_all_cores_and_half_the_default_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +81,7 @@ def test_a_choice_holds_for_one_model_and_one_machine(tiny_bundle: Path, monkeyp
 def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("default_threads", "usable_physical_cores", "usable_cores"):
         monkeypatch.setattr(device_choice, name, lambda: 2)
-    monkeypatch.setattr(bundle_timing, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(system_load, "_SECONDS_BUDGET", 0.0)
     monkeypatch.setattr(bundle_timing, "_WORTH", 1e9)  # whatever this machine measures
     choice = choose_threads(open_bundle(tiny_bundle), CONFIG)
     assert set(choice.seconds) == {2, 1}
