@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_766, 109, 250),
+    "edge": (14_765, 109, 250),
     "export": (15_183, 126, 169),
-    "runtime": (23_574, 201, 354),
+    "runtime": (23_479, 201, 354),
     "models": (3_244, 30, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_973, "runtime.engine": 24_631, "edge.cli.run": 25_788}
+CLOSURES = {"runtime.decode": 3_973, "runtime.engine": 24_550, "edge.cli.run": 25_707}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...errors import EdgeError
 from ...models.bundle import GRAPH_NAME, VISION_GRAPH_NAME, Bundle
 from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor
-from ...models.onnx_file.model_messages import tensor, with_tensors_of
+from ...models.onnx_file.model_messages import read_model, tensor
 from ...models.progress import Progress, silent
 from ..devices.processor import processor
 from ..graph.attention_edits import attend_from_last, serve_plain_passes
@@ -252,8 +252,11 @@ def _share_weights(editor: GraphEditor, source: Path, folder: Path) -> None:
 
 def _packed(bundle: Bundle) -> tuple[GraphEditor, Path]:
     """The graph of a model over its weights as packed for this machine, if there are such, and a file beside them."""
-    source = prepacked_graph(bundle)
-    try:
-        return GraphEditor(source, with_tensors_of(bundle.graph, source)), source
-    except KeyError:
+    source, model = prepacked_graph(bundle), read_model(bundle.graph)
+    stored = {each.name: each for each in read_model(source).graph.initializer}
+    external = [each for each in model.graph.initializer if each.external_data]
+    if any(each.name not in stored for each in external):
         return GraphEditor(bundle.graph), bundle.graph
+    for each in external:
+        each.CopyFrom(stored[each.name])
+    return GraphEditor(source, model.SerializeToString()), source
