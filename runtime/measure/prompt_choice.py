@@ -84,7 +84,7 @@ class PromptChoice:
     @property
     def width(self) -> int:
         """Number of tokens of a pass of the int8 prompt graph: the fastest that is not too long, or the narrowest."""
-        int8 = {width: each for width, (_, each) in self.seconds.items()}
+        int8 = {width: each for width, (_, each) in self.seconds.items() if width >= self.least_width}
         return max(
             (width for width in int8 if int8[width] <= LONGEST_PASS_S), key=lambda n: n / int8[n], default=min(int8)
         )
