@@ -14,6 +14,7 @@ import pytest
 import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, holds_only_bundle_files, open_bundle
+from edgerun.models.draft_heads import HeadKind
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
@@ -56,7 +57,7 @@ def test_manifests_survive_json() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert Manifest.from_json(MANIFEST.to_json().encode()) == MANIFEST
     assert "draft" not in MANIFEST.to_json()
-    own = DraftPairing(".", "d2t.npy", graph="draft.onnx", skips=("1.attention", "2.feed-forward"))
+    own = DraftPairing(".", "d2t.npy", graph="draft.onnx", head=HeadKind.EAGLE)
     for draft in (DraftPairing("../small"), DraftPairing("draft", "d2t.npy"), DraftPairing("d", "e.npy", True), own):
         paired = dataclasses.replace(MANIFEST, draft=draft)
         assert Manifest.from_json(paired.to_json()) == paired
@@ -132,7 +133,6 @@ BAD: list[tuple[str | bytes, str]] = [
     (changed(put("draft", {"path": "x", "d2t_offsets": 1})), "draft.d2t_offsets 1, which must be true or false"),
     (changed(put("draft", {"path": ".", "graph": "../g.onnx"})), "the name of a file in the bundle's own folder"),
     (changed(put("draft", {"path": "x", "graph": "g.onnx"})), "the name of a file in the bundle's own folder"),
-    (changed(put("draft", {"path": ".", "skips": [1]})), "it has draft.skips [1], which must be a list of texts"),
     (changed(put("variants", {})), "it has variants {}, which must be a list of objects"),
     (changed(put("variants", [{"file": "x"}])), "it lacks variants.0.device, variants.0.precision"),
     (changed(put("variants", [{**GPU_VARIANT, "file": "x"}])), "has variants.0.file 'x', which files lacks"),
