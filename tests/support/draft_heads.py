@@ -39,9 +39,9 @@ from .adversarial_drafters import NEARLY_FREE, FixedCost
 
 CPU = SessionConfig(choose_device("cpu"), 1)
 _FREE = {128: {1: 1e-6, 16: 1.1e-6}}
-_FREE_OVER_FEW_SLOTS = {128: {1: 1e-6, 16: 1.1e-6}, 1024: {1: 1e-8, 16: 1.1e-8}}
-"""Passes over 1,024 slots, to which drafts copy, take next to no time beside those of the text, shorter though it is."""
 """Seconds of a pass of a draft model that takes no time."""
+_FREE_OVER_FEW_SLOTS = {**_FREE, 1024: {1: 1e-8, 16: 1.1e-8}}
+"""Passes over 1,024 slots, which drafts copy, take next to no time beside those of the text, short as it is."""
 
 
 def bind_with_features(target: GraphSession, context: int) -> BoundSession:
