@@ -45,7 +45,8 @@ def main() -> None:
     environment = {**tools.environment, "MTMD_CPP_LIB": str(tools.binaries)}
     process: dict[str, Any] = {"python": tools.python, "environment": environment}
     settings = {"threads": options.threads, "mmproj": str(mmproj), "capacity": 4096}
-    first, later = [], []
+    first: list[dict[str, Any]] = []
+    later: list[dict[str, Any]] = []
     for _ in range(options.processes):
         with (
             Worker("edge-run", "edge-run-vision", bundle, threads=options.threads) as own,
@@ -53,7 +54,8 @@ def main() -> None:
         ):
             turns = [{each.label: each.call("first_token", image=image) for each in (own, other)} for image in images]
             again = own.call("first_token", image=images[-1], question="how many colours are there")
-        first, later = [*first, turns[0]], [*later, *turns[1:]]
+        first.append(turns[0])
+        later += turns[1:]
         print(json.dumps({"turns": turns, "second question": again}))
     for name, turns in (("first image of a process", first), ("later images", later)):
         ratios = [turn["llama.cpp"]["seconds"] / turn["edge-run"]["seconds"] for turn in turns]
