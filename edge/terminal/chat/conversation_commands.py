@@ -263,6 +263,7 @@ def _until_left(chat: Chat) -> int:
     """Read messages and commands until `/quit` or the end of the input; returns the exit code."""
     commands = ChatCommands(chat)
     if can_draw():
+        # prompt_toolkit takes time to import.
         from .line_editor import ChatCompleter, LineEditor, PromptHistory  # noqa: PLC0415
 
         history = PromptHistory(data_folder() / "typed.jsonl", writing=chat.chosen.save)
