@@ -63,7 +63,6 @@ def wire_attention(
     """
     layers = [node for node in graph.in_order() if node.op == "GroupQueryAttention"]
     attention = _attention_shape(graph, layers, caches, head_dim)
-    element_type = graph.element_type(caches[0].past)
     for cache in caches:  # so that masks can be computed on made-up caches
         declare_cache_shape(graph, cache, attention.kv_heads, attention.head_dim)
     found = {node.input(10): 0 for node in layers}
@@ -75,10 +74,10 @@ def wire_attention(
         if info.name in graph.inputs and info.name in (TOKENS, POSITIONS):
             _convert_ids(graph, info)
         graph.inputs[info.name] = info
-    biases = {0: _typed(graph, BIAS, element_type)}
+    biases = {0: BIAS}
     for node, window in zip(layers, windows, strict=True):
         if window not in biases:
-            biases[window] = _windowed_bias(graph, window, element_type)
+            biases[window] = _windowed_bias(graph, window)
         inputs = [*node.inputs, *[""] * (11 - len(node.inputs))]
         inputs[5], inputs[6], inputs[10] = LAST_SLOT, TOTAL, biases[window]
         inputs[9] = POSITIONS if node.attribute("do_rotary", 0) else ""
@@ -89,7 +88,7 @@ def wire_attention(
         index = 1 if node.domain else 3
         if node.input(index):  # without positions, its cosines have been gathered for the tokens already
             graph.set_input(node, index, POSITIONS)
-    _rename_caches(graph, caches, attention, element_type)
+    _rename_caches(graph, caches, attention)
     graph.sweep()
     _replace_shapes(graph, attention)
     graph.sweep()
@@ -191,12 +190,7 @@ def _convert_ids(graph: EditableGraph, info: ValueInfoProto) -> None:
     graph.replace_uses(info.name, value, readers)
 
 
-def _typed(graph: EditableGraph, bias: str, element_type: int) -> str:
-    """A bias in the type that the graph computes in."""
-    return bias if element_type == TensorProto.FLOAT else graph.value("Cast", [bias], to=element_type)
-
-
-def _windowed_bias(graph: EditableGraph, window: int, element_type: int) -> str:
+def _windowed_bias(graph: EditableGraph, window: int) -> str:
     """The bias with all positions masked that are at least `window` back, [1, 1, M, T]."""
     stem = f"window.{window}"
     queries = graph.value("Unsqueeze", [POSITIONS, [1, 3]], name=f"{stem}.queries")
@@ -205,7 +199,7 @@ def _windowed_bias(graph: EditableGraph, window: int, element_type: int) -> str:
     keys = graph.value("Concat", [cached, new], name="keys.positions", axis=0)  # the slot for a cached token
     distance = graph.value("Sub", [queries, keys], name=f"{stem}.distance")
     near = graph.value("Less", [distance, window], name=f"{stem}.near")
-    return _typed(graph, graph.value("Where", [near, BIAS, _MASKED], name=f"{stem}.bias"), element_type)
+    return graph.value("Where", [near, BIAS, _MASKED], name=f"{stem}.bias")
 
 
 def _cached_tokens(graph: EditableGraph) -> str:
@@ -219,9 +213,7 @@ def _total(graph: EditableGraph) -> str:
     return graph.value("Cast", [TOTAL], name="total.wide", to=TensorProto.INT64)
 
 
-def _rename_caches(
-    graph: EditableGraph, caches: tuple[CacheTensor, ...], attention: AttentionShape, element_type: int
-) -> None:
+def _rename_caches(graph: EditableGraph, caches: tuple[CacheTensor, ...], attention: AttentionShape) -> None:
     shape: list[str | int] = [1, attention.kv_heads, "capacity", attention.head_dim]
     renamed: dict[str, str] = {}
     for index, cache in enumerate(caches):
@@ -235,7 +227,7 @@ def _rename_caches(
     for free, new in renamed.items():
         graph.rename(free, new)
         declared = graph.inputs if new in graph.inputs else graph.outputs
-        declared[new] = helper.make_tensor_value_info(new, element_type, shape)
+        declared[new] = helper.make_tensor_value_info(new, TensorProto.FLOAT, shape)
 
 
 def _replace_shapes(graph: EditableGraph, attention: AttentionShape) -> None:
@@ -310,9 +302,7 @@ def select_positions(graph: EditableGraph) -> None:
             raise unsupported("the weights of the model's LM head are not a constant matrix")
         width = matrix.shape[0]
     logits = inputs_outputs.LOGITS
-    if graph.element_type(logits) != TensorProto.FLOAT:
-        logits = graph.value("Cast", [logits], name="logits.float", to=TensorProto.FLOAT)
-    graph.set_output(helper.make_tensor_value_info(inputs_outputs.LOGITS, TensorProto.FLOAT, ["R", width]), logits)
+    graph.set_output(helper.make_tensor_value_info(logits, TensorProto.FLOAT, ["R", width]), logits)
 
 
 def _is_positionwise(graph: EditableGraph, node: Node) -> bool:

@@ -129,7 +129,6 @@ def _write(
     rounds = body != FP32 or head != FP32
     if rounds:
         difference = require_same(graph.folder, graph.model(in_place), reference, progress)
-    _widen_halves(graph, notes)
     if rounds:
         quantize_linears(graph, body, head)
     if (linears := round_activations(graph)) > 0:
@@ -169,8 +168,9 @@ def _rewire(source: Bundle, recipe: ExportRecipe, notes: list[str]) -> tuple[Edi
     graph, caches = _normalized_source(source, inline=True)
     context = _context_for(source, graph, recipe)
     sizes = sizes_in_config(source.config, source.genai)  # of axis 1 (heads) and axis 3 (channels) of a cache
+    if widen(graph):
+        notes.append("half precision became float32, in which a CPU computes")
     if not graph.nodes_of(_ATTENTION):
-        _widen_halves(graph, notes)
         for cache in caches:
             # Heads and channels, which some exporters leave open.
             symbolic = any(isinstance(size, str) for size in (graph.shape(cache.past) or ())[1::2])
@@ -204,11 +204,6 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
     convert_integer_linears(graph)
     names = {usual: name for name, usual in usual_names(source.genai, 0).items()}
     return graph, identify_io(graph, names)
-
-
-def _widen_halves(graph: EditableGraph, notes: list[str]) -> None:
-    if widen(graph):
-        notes.append("half precision became float32, in which a CPU computes")
 
 
 def _context_for(source: Bundle, graph: EditableGraph, recipe: ExportRecipe) -> int:

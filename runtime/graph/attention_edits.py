@@ -126,11 +126,13 @@ def attend_from_last(editor: GraphEditor, rows: str) -> None:
 def window_of(editor: GraphEditor, bias: str) -> tuple[str, int] | None:
     """The input and the window of a bias that is the caller's with a window; None for all others."""
     where = editor.producer(bias)
-    far = None if where is None or where.op_type != "Where" else editor.producer(where.input[0])
-    if where is None or far is None or far.op_type != "GreaterOrEqual" or where.input[2] not in editor.input_names:
+    compared = None if where is None or where.op_type != "Where" else editor.producer(where.input[0])
+    # The condition is what lies too far back, or, in upgraded models, what does not.
+    place = None if compared is None else {"GreaterOrEqual": 2, "Less": 1}.get(compared.op_type)
+    if where is None or compared is None or place is None or where.input[place] not in editor.input_names:
         return None
-    width = editor.array(far.input[1])
-    return None if width is None or width.size != 1 else (str(where.input[2]), int(width.reshape(-1)[0]))
+    width = editor.array(compared.input[1])
+    return None if width is None or width.size != 1 else (str(where.input[place]), int(width.reshape(-1)[0]))
 
 
 def take_windows(editor: GraphEditor, *, from_later_slots: bool = False) -> bool:

@@ -295,7 +295,7 @@ class GraphSession(DecoderGraph):
 def _with_windows(graph: Path, model: bytes | None) -> bytes | None:
     """The graph with layers that take the cache of their sliding windows alone; as it is if there are none."""
     with mapped_model(graph) as data:
-        if data.find(b"GreaterOrEqual") < 0:  # ten times as fast as `operators_of`
+        if max(map(data.find, (b"GreaterOrEqual", b"Less"))) < 0:  # ten times as fast as `operators_of`
             return model
     # Importing protobuf takes 28 ms.
     from ...models.onnx_file.graph_editor import CannotRewriteError, GraphEditor  # noqa: PLC0415 -- see above

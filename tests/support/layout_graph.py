@@ -298,6 +298,14 @@ class _Pass:
         dtype = np.float16 if self.fused and self.half else np.float32
         return nodes.op("Where", both, nodes.constant(0, dtype), nodes.constant(float(np.finfo(dtype).min), dtype))
 
+    def _window_bias(self, window: int) -> str:
+        """The bias with the slots masked that lie `window` and more before a token."""
+        nodes = self.nodes
+        queries = nodes.op("Unsqueeze", nodes.span(self.past or nodes.constant([0]), self.total), nodes.constant([1]))
+        distance = nodes.op("Sub", queries, nodes.span(nodes.constant([0]), self.total))
+        far = nodes.op("Greater", distance, nodes.constant([window - 1]))
+        return nodes.op("Where", far, nodes.constant(float(np.finfo(np.float32).min), np.float32), self.bias)
+
     def _mixed(self, layer: int, normed: str) -> str:
         """What a layer's output projection takes, [batch, new, hidden]."""
         name = f"model.layers.{layer}.self_attn"
@@ -345,7 +353,9 @@ class _Pass:
             for_heads.append(nodes.op("Reshape", wide, nodes.constant([0, HEADS, -1, HEAD_DIM])))
         turned = nodes.op("Transpose", for_heads[0], perm=[0, 1, 3, 2])
         scores = nodes.op("Mul", nodes.op("MatMul", query, turned), nodes.constant(1 / np.sqrt(HEAD_DIM), np.float32))
-        probs = nodes.op("Softmax", nodes.op("Add", scores, self.bias), axis=-1)
+        windowed = self.layout.window is not None and layer % 2 == 1
+        bias = self._window_bias(self.layout.window or 0) if windowed else self.bias
+        probs = nodes.op("Softmax", nodes.op("Add", scores, bias), axis=-1)
         attended = nodes.op("Transpose", nodes.op("MatMul", probs, for_heads[1]), perm=[0, 2, 1, 3])
         return nodes.op("Reshape", attended, nodes.constant([0, 0, HEADS * HEAD_DIM]))
 

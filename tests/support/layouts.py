@@ -86,6 +86,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     # Qwen2-VL and Qwen3.5 text decoders of onnx-community: rotary positions of time, height and width.
     "optimum-three-positions": replace(OPTIMUM, positions=Positions.THREE),
     # `--dtype fp16`, and model_fp16.onnx / model_q4f16.onnx of transformers.js.
+    "optimum-window": replace(OPTIMUM, window=24),
     "optimum-float16": replace(OPTIMUM, cache_type=CacheType.FLOAT16, float16_logits=True),
     # Pruned heads: GenAI's `prune_lm_head`, OpenVINO's sliced logits; TensorRT-LLM style exports flatten them.
     "optimum-last-token": replace(OPTIMUM, logit_output=LogitOutput.LAST),

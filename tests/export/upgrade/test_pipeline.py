@@ -25,9 +25,12 @@ from edgerun.export.upgrade.decoder_io import identify_io
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.export.upgrade.parity import require_same, run_reference
 from edgerun.models.manifest import GraphLayout, Manifest, WeightFormat
+from edgerun.models.onnx_file.graph_editor import GraphEditor
+from edgerun.models.onnx_file.model_messages import attribute_values
+from edgerun.runtime.graph.attention_edits import serve_plain_passes
 from edgerun.runtime.result import Reply
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
-from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, LogitOutput, Weights
+from support.layout_kinds import CONTEXT, VOCABULARY, CacheType, Decoders, Layout, LogitOutput, Weights
 from support.layout_reference import clear_prompt, greedy_tokens
 from support.layouts import COMMUNITY, GENAI, LAYOUTS, LIMITED, OPTIMUM, write_layout
 from support.nightly import some_nightly
@@ -113,6 +116,31 @@ def test_window_counts_positions_in_a_tree(tmp_path: Path) -> None:
     positions = np.array([past] * siblings + [past + 1])
     tree = session.run(tokens[past:], positions, bias, np.array([siblings]))
     np.testing.assert_allclose(tree, chain, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUTS["optimum-window"],
+        LAYOUTS["genai-window"],
+        replace(LAYOUTS["genai-window"], cache_type=CacheType.FLOAT16, float16_logits=True),
+    ],
+    ids=["optimum", "genai", "genai-float16"],
+)
+def test_layers_with_a_window_read_the_slots_of_their_window_alone(layout: Layout, tmp_path: Path) -> None:
+    prompt = clear_prompt(layout, 600, 24, MIN_MARGIN)
+    folder = upgrade(write_layout(tmp_path / "m", layout))
+    with edgerun.load(folder, threads=1, cache=False) as llm:
+        assert {each.window for each in llm.graph_io.cache} == {0, 24}
+        sequence = llm.model.new_sequence()
+        options = GenerateOptions(max_tokens=24, temperature=0, speculation=Speculation.OFF)
+        Reply.of(llm.model.answer(sequence, prompt, options))
+        assert sequence.token_ids[600:] == greedy_tokens(layout, prompt, 24)
+    # Passes of consecutive tokens, such as those of prompts, have the window inside attention.
+    editor = GraphEditor(folder / "model.onnx")
+    serve_plain_passes(editor)
+    attributes = [attribute_values(node) for node in editor.graph.node if node.op_type == "GroupQueryAttention"]
+    assert [each.get("local_window_size") for each in attributes] == [None, 24]
 
 
 def test_sinks_and_soft_caps_are_kept(tmp_path: Path) -> None:
