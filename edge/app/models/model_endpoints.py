@@ -26,9 +26,9 @@ from ...conversations.records import Role
 from ...server.json_endpoint import Handler, JsonRoute, json_routes
 from ...service.model_files import is_removable
 from ..app_context import AppContext
+from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
 from .export_jobs import ExportJobs
-from .work_queue import DownloadQueue
 
 _MOST_FOUND: Final = 20
 """Most models that a search of the hub lists."""
