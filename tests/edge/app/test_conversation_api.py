@@ -47,7 +47,7 @@ def test_fields_of_a_conversation(page: Window) -> None:
     changed = change(client, path, title="Title", pinned=True, folder="work", sampling={}, model="bundle")
     fields = {"title": "Title", "pinned": True, "folder": "work", "sampling": {}, "system": "Be brief."}
     assert changed["conversation"] | fields == changed["conversation"]
-    page.wait(lambda: page.of("conversation")[-1]["conversation"] == changed["conversation"], "the window is told")
+    page.wait(lambda: {"type": "conversation", **changed} in page.of("conversation"), "the window is told")
     assert "work" in ask(client, "/api/state")["folders"]
     assert change(client, path, folder=None)["conversation"]["folder"] is None
     assert change(client, path, documents=[str(Path(__file__))])["conversation"]["documents"] == [
