@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
+from edgerun.edge.cli.command_line import _command_line
 from edgerun.models.find import bundled_folder
 from support import command_worker
 from support.command_worker import CommandWorker, Outcome, needs_limits
@@ -80,7 +79,7 @@ def worker(tmp_path: Path) -> Iterator[CommandWorker]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_options(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path, part: int) -> None:
-    commands = {name: _command(name) for name in NAMES}
+    commands = {name: _command_line(name).commands[name] for name in NAMES}
     file = tmp_path / "file.txt"
     file.write_text("some text\n\nmore text\n", encoding="utf-8")
     os.mkfifo(tmp_path / "pipe")
@@ -97,14 +96,6 @@ def test_random_options(worker: CommandWorker, tiny_bundle: Path, tmp_path: Path
         if outcome.fault:
             faults.append(f"seed {seed}: {outcome}")
     assert not faults, f"{len(faults)} of {CASES}\n\n" + "\n\n".join(faults)
-
-
-def _command(name: str) -> Any:
-    """The command of that name with its options."""
-    app = typer.Typer(add_completion=False)
-    module = "chat_or_answer" if name == "run" else name
-    app.command()(getattr(import_module(f"edgerun.edge.cli.{module}"), module))
-    return typer.main.get_command(app)
 
 
 def _words(choice: random.Random, command: Any) -> list[str]:
