@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .calibration.calibration_text import DEFAULT_CALIBRATION_TOKENS as DEFAULT_CALIBRATION_TOKENS
     from .check.parity import Parity as Parity
     from .destination import ExportResult as ExportResult
-    from .gguf import is_gguf as is_gguf
+    from .gguf.gguf_model import is_gguf as is_gguf
     from .pipeline import export_checkpoint as export_checkpoint
     from .pipeline import export_model as export_model
     from .pipeline import find_source as find_source
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .quantization.methods import INT4 as INT4
     from .quantization.methods import INT8 as INT8
     from .recipe import ExportRecipe as ExportRecipe
-    from .upgrade import upgrade_model as upgrade_model
+    from .upgrade.pipeline import upgrade_model as upgrade_model
 
 _MODULES = {
     "..models.manifest": ("Method", "WeightFormat"),
@@ -34,12 +34,12 @@ _MODULES = {
     ".calibration.calibration_text": ("DEFAULT_CALIBRATION_TOKENS",),
     ".check.parity": ("Parity",),
     ".destination": ("ExportResult",),
-    ".gguf": ("is_gguf",),
+    ".gguf.gguf_model": ("is_gguf",),
     ".pipeline": ("export_checkpoint", "export_model", "find_source", "may_be_quantized"),
     ".plan_frontier": ("FrontierPlan", "measure_frontier"),
     ".quantization.methods": ("FP32", "INT2", "INT4", "INT8"),
     ".recipe": ("ExportRecipe",),
-    ".upgrade": ("upgrade_model",),
+    ".upgrade.pipeline": ("upgrade_model",),
 }
 """Names by the module that defines them, which is imported when one of them is first used (PEP 562): the options of an
 export are shown where its extra is not installed."""

@@ -24,7 +24,7 @@ from ..models.regular_file import os_errors_as
 from .architectures import supported_families
 from .destination import ExportResult, require_apart
 from .recipe import ExportRecipe
-from .upgrade import upgrade_model
+from .upgrade.pipeline import upgrade_model
 
 _MODULE: Final = "optimum.exporters.onnx"
 _TASK: Final = "text-generation-with-past"

@@ -32,14 +32,15 @@ from .destination import ExportResult, bundle_written_whole, require_apart
 from .drafts.draft_head import Head, add_draft_head, open_draft_head
 from .drafts.feature_heads import has_mtp_module, read_head_kind
 from .drafts.make_draft import DraftRequest, require_draft
-from .gguf import is_gguf
+from .gguf.gguf_model import is_gguf
 from .graph.gpu_variants import write_gpu_variants
 from .npu.static_shapes import require_block_width
 from .optimum_path import export_by_optimum, needs_optimum
 from .quantization.methods import with_methods
 from .quantization.option_values import DeviceChoice, WeightChoice
 from .recipe import DEFAULT_BLOCK, NO_DRAFT, OWN_MODULE, ExportRecipe
-from .upgrade import holds_graph, upgrade_model
+from .upgrade.describe import holds_graph
+from .upgrade.pipeline import upgrade_model
 
 _SOURCES_HINT: Final = (
     "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"

@@ -23,10 +23,10 @@ from .calibration.divergence import PlanEvaluator
 from .calibration.prepare import calibrate, settings_of
 from .calibration.work_folder import work_folder
 from .checkpoint.open import open_source
-from .gguf import is_gguf
+from .gguf.gguf_model import is_gguf
 from .optimum_path import needs_optimum
 from .recipe import ExportRecipe
-from .upgrade import holds_graph
+from .upgrade.describe import holds_graph
 
 _STAGE: Final = "measuring plans"
 

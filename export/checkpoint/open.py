@@ -12,7 +12,7 @@ from ...models.bundle import GRAPH_NAME, Bundle
 from ...runtime.options import model_defaults
 from ...runtime.text.chat_template import load_template
 from ...runtime.text.tokenizer import TextTokenizer
-from ..gguf import is_gguf, open_gguf
+from ..gguf.gguf_model import is_gguf, open_gguf
 from .config import DecoderConfig, read_config
 from .layout import expected_tensors, tensor_names
 from .safetensors_files import Checkpoint

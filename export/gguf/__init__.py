@@ -4,7 +4,3 @@
 turn them into the files of a Hugging Face checkpoint, `tensor_types` decodes weights, and `gguf_model` is the
 `ModelSource` made of these.
 """
-
-from .gguf_model import is_gguf, open_gguf
-
-__all__ = ["is_gguf", "open_gguf"]

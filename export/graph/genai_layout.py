@@ -9,7 +9,7 @@ offers beyond that is lost: token trees, and logits of selected positions only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper
 
 from ...errors import ExportError
 from ...models.bundle import GRAPH_NAME, Bundle
@@ -29,11 +29,11 @@ from ..check.parity import with_float_activations
 from ..check.reference import TokenArray
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.source import Float32Array
+from ..upgrade.editable import EditableGraph
+from ..upgrade.graph_parts import in_place
 from . import inputs_outputs
 from .decoder_parts import HEAD_INPUT
-from .head_parts import needed_nodes, replace_content
 
-_LENGTH_INPUTS: Final = ("seqlens_k", "total_sequence_length")
 _PASS_INPUTS: Final = ("input_ids", "attention_mask", "position_ids")
 """Inputs other than the KV cache."""
 _TOKENS: Final = 12
@@ -59,7 +59,7 @@ def write_genai_layout(folder: Path, config: DecoderConfig, context: int) -> Non
     """
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, min(_TOKENS, context))
     original = onnx.load(folder / GRAPH_NAME, load_external_data=False)
-    model = to_genai(original, config)
+    model = to_genai(original, folder, config)
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
     settings = genai_config(folder, config, context, [value.name for value in model.graph.input])
     (folder / GENAI_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -88,99 +88,55 @@ def _logits_with_growing_cache(
     return np.concatenate(all_logits)
 
 
-def to_genai(model: ModelProto, config: DecoderConfig) -> ModelProto:
-    """Return a copy of a graph with GenAI's inputs and outputs.
+def to_genai(original: ModelProto, folder: Path, config: DecoderConfig) -> ModelProto:
+    """Return a graph with GenAI's inputs and outputs.
+
+    Positions are not selected, and the batch axis stays before the head, which MatMulNBits accepts. Gemm needs a
+    matrix, so its input is flattened and its output gets the batch axis back.
 
     Args:
-        model: a graph made by `build_graph`.
+        original: a graph made by `build_graph`.
+        folder: where its weights are.
         config: the model's architecture.
 
     Raises:
         ExportError: the graph needs an input that GenAI does not have.
     """
-    rewritten = ModelProto()
-    rewritten.CopyFrom(model)
-    graph = rewritten.graph
-    nodes = [*_length_nodes(graph), *_with_all_logits(graph, config)]
+    graph = EditableGraph(original, folder)
     windows = {inputs_outputs.past_cache(layer)[0]: each.window for layer, each in enumerate(config.attention)}
-    for node in nodes:
-        if node.op_type == "GroupQueryAttention":  # without positions and bias, and with the operator's own window
-            window = windows[node.input[3]]
-            node.input[9:11] = [""] * len(node.input[9:11])
-            while not node.input[-1]:
-                node.input.pop()
-            if window is not None:
-                node.attribute.append(helper.make_attribute("local_window_size", window))
+    for node in graph.nodes:
+        if node.input(1) == "logit_rows" or node.output(0) == HEAD_INPUT:
+            graph.replace_uses(node.output(0), node.input(0))
+        elif node.op == "Gemm":
+            flat = graph.value("Reshape", [node.input(0), [-1, config.hidden_size]], name="batches.rows")
+            product = graph.value("Gemm", [flat, node.input(1)], name="batches.product", transB=1)
+            lead = graph.value("Shape", ["input_ids"], name="batches.lead")
+            shape = graph.value("Concat", [lead, [config.vocab_size]], name="batches.shape", axis=0)
+            graph.replace_value(node.output(0), graph.value("Reshape", [product, shape], name="batches.joined"))
+        elif node.op == "GroupQueryAttention":  # without positions and bias, and with the operator's own window
+            graph.set_inputs(node, [*node.inputs[:9], "", "", *node.inputs[11:]])
+            graph.set_attribute(node, "local_window_size", windows[node.input(3)])
+    tokens = graph.value("ReduceSum", ["attention_mask", [1]], name="mask.sum", keepdims=0)
+    last = graph.value("Sub", [tokens, [1]], name="mask.last")
+    width = graph.value("Gather", [graph.value("Shape", ["attention_mask"], name="mask.shape"), 1], name="mask.width")
+    for name, length in (("seqlens_k", last), ("total_sequence_length", width)):
+        graph.replace_uses(name, graph.value("Cast", [length], name=f"{length}.int32", to=TensorProto.INT32))
     declare, caches = helper.make_tensor_value_info, partial(inputs_outputs.caches, config, batch="batch_size")
-    outputs = [
-        declare(inputs_outputs.LOGITS, TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size]),
-        *caches(inputs_outputs.present_cache, "total_sequence_length"),
-    ]
-    nodes = needed_nodes(nodes, [value.name for value in outputs])
-    used = {name for node in nodes for name in node.input}
-    if left := sorted(used & {"attention_bias", "logit_rows"}):
+    logits = declare(inputs_outputs.LOGITS, TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size])
+    outputs = [logits, *caches(inputs_outputs.present_cache, "total_sequence_length")]
+    graph.outputs = {value.name: value for value in outputs}
+    graph.sweep()
+    if left := [name for name in ("attention_bias", "logit_rows") if graph.consumers(name)]:
         raise ExportError(
             f"GenAI does not provide {', '.join(left)}, which this graph needs", "export it with --layout edge"
         )
     axes = {"input_ids": "sequence_length", "attention_mask": "total_sequence_length"}
-    if "position_ids" in used:  # by a node other than attention
+    if graph.consumers("position_ids"):  # a node other than attention
         axes["position_ids"] = "sequence_length"
     inputs = [declare(name, TensorProto.INT64, ["batch_size", axis]) for name, axis in axes.items()]
     inputs += caches(inputs_outputs.past_cache, "past_sequence_length")
-    replace_content(graph, nodes, inputs, outputs)
-    return rewritten
-
-
-def _length_nodes(graph: GraphProto) -> list[NodeProto]:
-    """Return nodes that compute the lengths from the mask: int32 [batch] and an int32 scalar."""
-    ones, axis = "mask.ones", "mask.total"
-    constants = {ones: np.array([1]), axis: np.array(1)}
-    graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
-    last, total = _LENGTH_INPUTS
-    return [
-        helper.make_node("ReduceSum", ["attention_mask", ones], ["mask.sum"], name="mask.sum", keepdims=0),
-        helper.make_node("Sub", ["mask.sum", ones], ["mask.last"], name="mask.last"),
-        helper.make_node("Cast", ["mask.last"], [last], name=last, to=TensorProto.INT32),
-        helper.make_node("Shape", ["attention_mask"], ["mask.shape"], name="mask.shape"),
-        helper.make_node("Gather", ["mask.shape", axis], ["mask.width"], name="mask.width", axis=0),
-        helper.make_node("Cast", ["mask.width"], [total], name=total, to=TensorProto.INT32),
-    ]
-
-
-def _with_all_logits(graph: GraphProto, config: DecoderConfig) -> Iterator[NodeProto]:
-    """Yield the nodes of the graph, with logits [batch, sequence, vocabulary] of all positions.
-
-    The nodes that select positions and that remove the batch axis before the head are skipped. MatMulNBits accepts
-    their inputs. Gemm needs a matrix, so its input is flattened and its output gets the batch axis back.
-    """
-    replacements: dict[str, str] = {}
-    for node in graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = replacements.get(name, name)
-        selects = node.op_type == "Gather" and node.input[1] == "logit_rows"
-        if selects or (node.op_type == "Squeeze" and node.output[0] == HEAD_INPUT):
-            replacements[node.output[0]] = node.input[0]
-        elif node.op_type == "Gemm" and HEAD_INPUT in replacements:
-            yield from _batched_gemm(graph, node, config)
-        else:
-            yield node
-
-
-def _batched_gemm(graph: GraphProto, node: NodeProto, config: DecoderConfig) -> list[NodeProto]:
-    """Return nodes of a float32 head for inputs [batch, sequence, hidden]."""
-    output = node.output[0]
-    flat_name, product, lead, shape = (f"batches.{name}" for name in ("rows", "product", "lead", "shape"))
-    sizes = {"batches.hidden": [-1, config.hidden_size], "batches.width": [config.vocab_size]}
-    graph.initializer.extend(numpy_helper.from_array(np.array(size, np.int64), name) for name, size in sizes.items())
-    flat = helper.make_node("Reshape", [node.input[0], "batches.hidden"], [flat_name], name=flat_name)
-    node.input[0], node.output[0] = flat_name, product
-    return [
-        flat,
-        node,
-        helper.make_node("Shape", ["input_ids"], [lead], name=lead),
-        helper.make_node("Concat", [lead, "batches.width"], [shape], name=shape, axis=0),
-        helper.make_node("Reshape", [product, shape], [output], name="batches.joined"),
-    ]
+    graph.inputs = {value.name: value for value in inputs}
+    return graph.model(in_place)
 
 
 def genai_config(folder: Path, config: DecoderConfig, context: int, inputs: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ...models.draft_heads import HeadKind
 from ..checkpoint.config import DecoderConfig
@@ -169,15 +169,6 @@ def _head_model(
         ],
     )
     return as_model(graph)
-
-
-def replace_content(
-    graph: GraphProto, nodes: Sequence[NodeProto], inputs: Iterable[ValueInfoProto], outputs: Iterable[ValueInfoProto]
-) -> None:
-    """Give a graph other nodes, inputs and outputs; initializers that no node reads are dropped."""
-    used = {name for node in nodes for name in node.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    graph.CopyFrom(GraphProto(name=graph.name, node=nodes, initializer=kept, input=inputs, output=outputs))
 
 
 def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:

@@ -15,10 +15,10 @@ from ..allocation.format_candidates import BASE_FORMATS, planned_linears
 from ..allocation.plan_costs import weight_count
 from ..calibration.calibration_text import default_tokens
 from ..checkpoint.config import read_config
-from ..gguf import is_gguf
+from ..gguf.gguf_model import is_gguf
 from ..optimum_path import needs_optimum
 from ..recipe import ExportRecipe
-from ..upgrade import holds_graph
+from ..upgrade.describe import holds_graph
 
 _PASSES: Final = 20
 """Passes of the float model over the calibration text that take as long as all that an export does with it."""

@@ -16,8 +16,3 @@ The steps, in the order of `pipeline`:
 After step 4 the graph computes what the source computes. `parity` checks that before anything is rounded, or on the
 written bundle if nothing is.
 """
-
-from .describe import holds_graph
-from .pipeline import upgrade_model
-
-__all__ = ["holds_graph", "upgrade_model"]

@@ -17,7 +17,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.layout import expected_tensors
 from edgerun.export.checkpoint.open import require_readable
 from edgerun.export.checkpoint.source import RowRange
-from edgerun.export.gguf import open_gguf
+from edgerun.export.gguf.gguf_model import open_gguf
 from edgerun.models.bundle import GRAPH_NAME, Bundle
 from edgerun.models.gguf_header import read_gguf_header
 from support.gguf_files import write_gguf

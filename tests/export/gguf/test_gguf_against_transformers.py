@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgerun.export.check.contract_session import ContractSession
-from edgerun.export.gguf import open_gguf
+from edgerun.export.gguf.gguf_model import open_gguf
 from support.gguf_files import write_gguf
 from support.shared_data import data_path
 from support.tiny_models import exported, write_checkpoint

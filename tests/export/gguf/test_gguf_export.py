@@ -14,7 +14,7 @@ from edgerun.export.checkpoint.config import read_config
 from edgerun.export.checkpoint.json_fields import read_json
 from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.checkpoint.source import RowRange
-from edgerun.export.gguf import open_gguf
+from edgerun.export.gguf.gguf_model import open_gguf
 from edgerun.export.quantization.codes import dequantized, nearest_rows
 from edgerun.models.bundle import open_bundle
 from support.gguf_files import NAMES, gguf_name, permuted, random_blocks, write_gguf

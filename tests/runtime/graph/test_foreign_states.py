@@ -225,7 +225,7 @@ def test_an_upgrade_is_refused(
     name: str, folder_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """States that renamed inputs have are found too, and a merged graph is not taken apart first."""
-    pytest.importorskip("edgerun.export.upgrade", reason="needs the export extra")
+    pytest.importorskip("edgerun.export.upgrade.pipeline", reason="needs the export extra")
     source = folder_of(name)
     first = {"renamed-genai-states": "pa_c_0", "genai-qwen3.5": "past.0.conv"}.get(name, "past_conv.0")
     assert main(["export", str(source), str(tmp_path / "out")]) == 2
