@@ -62,13 +62,14 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(path.read_bytes(), str(path))
 
 
-def change_manifest(folder: Path, files: Iterable[str] = (), **changes: Any) -> None:
-    """Change fields of a bundle's manifest, and the digests of files that were written since.
+def write_manifest(folder: Path, manifest: Manifest, files: Iterable[str]) -> Manifest:
+    """Write a manifest, with the digests of those of `files` that the bundle has; returns what was written."""
+    digests = {name: digest_file(folder / name) for name in files if (folder / name).is_file()}
+    manifest = replace(manifest, files={**manifest.files, **digests})
+    write_atomically(folder / MANIFEST_NAME, manifest.to_json().encode())
+    return manifest
 
-    Raises:
-        BundleError: the manifest is damaged.
-        OSError: a file cannot be read or written.
-    """
-    manifest = read_manifest(folder)
-    digests = {**manifest.files, **{name: digest_file(folder / name) for name in files}}
-    write_atomically(folder / MANIFEST_NAME, replace(manifest, files=digests, **changes).to_json().encode())
+
+def change_manifest(folder: Path, files: Iterable[str] = (), **changes: Any) -> None:
+    """Change fields of a bundle's manifest, and record `files`, which were written or changed."""
+    write_manifest(folder, replace(read_manifest(folder), **changes), files)

@@ -15,14 +15,14 @@ from ..models.bundle import (
     SENTENCE_POOLING,
     TOKENIZER_AND_CONFIG_FILES,
     WEIGHTS_NAME,
-    digest_file,
+    Bundle,
 )
 from ..models.graph_variant import VariantFile
-from ..models.manifest import MANIFEST_NAME, Architecture, GraphLayout, Manifest
+from ..models.manifest import Architecture, GraphLayout, Manifest
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
 from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count
-from .bundle_content import BundleContent
+from .bundle_content import BundleContent, write_manifest
 from .calibration.divergence import Divergence
 from .check.parity import check_parity, quality_on_sample_text
 from .checkpoint.config import DecoderConfig
@@ -58,9 +58,7 @@ def write_bundle(
     """
     graph, manifest = write_graph(folder, content, progress)
     source = content.source.folder
-    for name in TOKENIZER_AND_CONFIG_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    Bundle(source, source / GRAPH_NAME, None).copy_config_files(folder)
     if content.hidden_states and (source / SENTENCE_POOLING).is_file():
         shutil.copyfile(source / SENTENCE_POOLING, folder / POOLING_NAME)
     parity = check_parity(folder, content, lambda fraction: progress("checking", fraction))
@@ -79,16 +77,9 @@ def write_bundle(
         write_genai_layout(folder, content.config, content.context)
     progress("checking", 1.0)
     names = (GRAPH_NAME, GENAI_CONFIG, POOLING_NAME, *TOKENIZER_AND_CONFIG_FILES, *(each.file for each in variants))
-    files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
-    manifest = replace(
-        manifest,
-        files=files,
-        parity=asdict(parity),
-        quality={} if quality is None else quality.as_mapping(),
-        variants=variants,
-    )
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest, quality, notes
+    measured = {} if quality is None else quality.as_mapping()
+    manifest = replace(manifest, files=files, parity=asdict(parity), quality=measured, variants=variants)
+    return write_manifest(folder, manifest, names), quality, notes
 
 
 def write_graph(folder: Path, content: BundleContent, progress: Progress = silent) -> tuple[ModelProto, Manifest]:

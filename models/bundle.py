@@ -8,6 +8,7 @@ Only the .onnx file and a tokenizer are required; the rest is introspected or ha
 from __future__ import annotations
 
 import hashlib
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,6 +97,12 @@ class Bundle:
                 return self.tokenizer
             folders.insert(0, self.tokenizer if self.tokenizer.is_dir() else self.tokenizer.parent)
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+    def copy_config_files(self, folder: Path) -> None:
+        """Copy the model's tokenizer and configuration into a folder."""
+        for name in TOKENIZER_AND_CONFIG_FILES:
+            if (path := self.file(name)) is not None:
+                shutil.copyfile(path, folder / name)
 
     def json_file(self, name: str) -> dict[str, Any]:
         """Read one of the bundle's JSON files; a missing file reads as an empty object.

@@ -7,7 +7,6 @@ to the `sliding_window` most recent tokens, including itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ...errors import CheckpointError
@@ -22,14 +21,8 @@ WINDOW: Final = "sliding_window"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """The keys and values of a layer."""
-
-    kv_heads: int
-    """Number of key and value heads."""
-    head_dim: int
-    """Number of channels per head."""
+HeadShape = tuple[int, int]
+"""Number of key and value heads of a layer, and number of channels of a head."""
 
 
 def full_attention_heads(config: Mapping[str, Any], usual: HeadShape, windows: Sequence[int | None]) -> list[HeadShape]:
@@ -40,10 +33,9 @@ def full_attention_heads(config: Mapping[str, Any], usual: HeadShape, windows: S
     """
     if (overrides := config.get(_OVERRIDES)) is not None:
         return [_overridden(overrides, layer, usual) for layer in range(len(windows))]
-    full = HeadShape(
-        count(config, "num_global_key_value_heads", usual.kv_heads) if config.get(KEYS_AS_VALUES) else usual.kv_heads,
-        count(config, "global_head_dim", usual.head_dim),
-    )
+    kv_heads, head_dim = usual
+    kv_heads = count(config, "num_global_key_value_heads", kv_heads) if config.get(KEYS_AS_VALUES) else kv_heads
+    full = kv_heads, count(config, "global_head_dim", head_dim)
     return [usual if window is not None else full for window in windows]
 
 
@@ -54,8 +46,8 @@ def _overridden(overrides: object, layer: int, usual: HeadShape) -> HeadShape:
             f"config.json: {_OVERRIDES} of layer {layer} is {shown(found)}",
             "supported are head_dim and num_key_value_heads",
         )
-    values = {"num_key_value_heads": usual.kv_heads, "head_dim": usual.head_dim, **found}
-    return HeadShape(count(values, "num_key_value_heads"), count(values, "head_dim"))
+    kv_heads, head_dim = usual
+    return count(found, "num_key_value_heads", kv_heads), count(found, "head_dim", head_dim)
 
 
 def cache_owners(config: Mapping[str, Any], setting: str | None, windows: Sequence[int | None]) -> list[int]:

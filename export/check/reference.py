@@ -128,7 +128,7 @@ class Reference:
     def _attention(self, index: int, layer: Layer, normed: Float64Array) -> Float64Array:
         """The attended values of all heads, float64 [n, heads * head size]."""
         config, settings, length = self.config, self.config.attention[index], len(normed)
-        dim, gate = settings.shape.head_dim, None
+        dim, gate = settings.head_dim, None
         width = config.heads * dim
         query, *others = np.split(
             linear(self.weights, layer.qkv, normed),
@@ -152,7 +152,7 @@ class Reference:
         attended, masked = np.empty_like(query), masked_positions(config, index, length)
         sinks = None if layer.sinks is None else self.weights.read(layer.sinks)
         for head in range(config.heads):
-            group = head // (config.heads // settings.shape.kv_heads)
+            group = head // (config.heads // settings.kv_heads)
             scores = soft_capped(query[:, head] @ keys[:, group].T * scale, config.attention_softcap)
             scores[masked] = -np.inf
             if sinks is not None:
@@ -165,7 +165,7 @@ class Reference:
         """Queries or keys as heads, normed and rotated, float64 [n, heads, head size]."""
         settings, length = self.config.attention[index], len(value)
         whole = self.config.traits.head_norm == "whole"
-        heads = (self.norm(norm, value) if whole else value).reshape(length, -1, settings.shape.head_dim)
+        heads = (self.norm(norm, value) if whole else value).reshape(length, -1, settings.head_dim)
         heads = heads if whole else self.norm(norm, heads)
         if settings.rope is None:
             return heads

@@ -39,8 +39,10 @@ class LayerAttention:
     """Rotary embedding; None for a layer without positions."""
     window: int | None
     """Number of most recent tokens, including itself, that a token attends to; None for all."""
-    shape: HeadShape
-    """Number and size of the key and value heads."""
+    kv_heads: int
+    """Number of key and value heads."""
+    head_dim: int
+    """Number of channels of a head."""
     rotated_channels: int
     """Number of leading channels of a head that are rotated."""
     owner: int | None = None
@@ -51,7 +53,7 @@ class LayerAttention:
     @property
     def kv_width(self) -> int:
         """Channels of all key heads together, and of all value heads."""
-        return self.shape.kv_heads * self.shape.head_dim
+        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class DecoderConfig:
     @property
     def uniform(self) -> bool:
         """Whether all layers with attention have the same heads and their own caches, and no layer has own inputs."""
-        shapes = {(each.shape, each.owner is None) for each in self.attention}
-        return shapes == {(HeadShape(self.kv_heads, self.head_dim), True)} and not self.per_layer_width
+        shapes = {(each.kv_heads, each.head_dim, each.owner) for each in self.attention}
+        return shapes == {(self.kv_heads, self.head_dim, None)} and not self.per_layer_width
 
     def feed_forward_width(self, index: int) -> int:
         """Channels between the projections of the dense feed-forward of layer `index`."""
@@ -199,12 +201,12 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     layers = count(config, "num_hidden_layers", maximum=_MOST)
     states = None if family.state_layers is None else family.state_layers(config, layers)
     windows = [None] * layers if states is not None else family.windows(config, layers)
-    usual = HeadShape(kv_heads, count(config, "head_dim", default=hidden // heads))
+    usual = kv_heads, count(config, "head_dim", default=hidden // heads)
     shapes = full_attention_heads(config, usual, windows) if family.full_attention else [usual] * layers
     for shape in dict.fromkeys([usual, *shapes]):
-        _check_heads(heads, shape)
+        _check_heads(heads, *shape)
     full = next((shape for shape, window in zip(shapes, windows, strict=True) if window is None), usual)
-    rotations = read_rotations(config, family, full.head_dim, usual.head_dim)
+    rotations = read_rotations(config, family, full[1], usual[1])
     attention = _read_attention(config, family, windows, shapes, rotations)
     rope, first, scale = rotations[0][0], attention[0], family.attention_scale
     experts = None if family.experts is None else _read_experts(config, family.experts, layers)
@@ -217,8 +219,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         double_wide=family.double_wide is not None and bool(config.get(family.double_wide)),
         layers=layers,
         heads=heads,
-        kv_heads=first.shape.kv_heads,
-        head_dim=first.shape.head_dim,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
         rotated_channels=first.rotated_channels,
         attention=attention,
         per_layer_width=_per_layer_width(config) if family.per_layer_inputs else 0,
@@ -268,7 +270,7 @@ def _read_attention(
         LayerAttention(
             rotations[window is not None][0] if rotated[layer] else None,
             window,
-            shapes[layer],
+            *shapes[layer],
             rotations[window is not None][1],
             None if owners[layer] == layer else owners[layer],
             keys_as_values and window is None,
@@ -277,12 +279,12 @@ def _read_attention(
     )
 
 
-def _check_heads(heads: int, shape: HeadShape) -> None:
-    if heads % shape.kv_heads:
-        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {shape.kv_heads}")
-    if shape.head_dim % 8:
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        raise CheckpointError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 8:
         raise CheckpointError(
-            f"head_dim {shape.head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
+            f"head_dim {head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
         )
 
 

@@ -95,14 +95,14 @@ def _mixer(config: DecoderConfig, index: int) -> dict[str, Any]:
 def _attention(config: DecoderConfig, index: int) -> dict[str, Any]:
     linear, traits, hidden = f"layers.{index}", config.traits, config.hidden_size
     attention, settings = f"model.layers.{index}.self_attn", config.attention[index]
-    query_width, kv_width = config.heads * settings.shape.head_dim, settings.kv_width
+    query_width, kv_width = config.heads * settings.head_dim, settings.kv_width
     parts = 1 if settings.owner is not None else 2 if settings.keys_as_values else 3
     rows = (query_width * (2 if traits.gated_attention else 1), kv_width, kv_width)[:parts]
     inputs = _fused(f"{linear}.qkv", attention, traits.qkv[:parts], rows, hidden, config.qkv_bias)
     output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     # A value head serves all query heads of its group; normed values are proportional to nothing.
-    producer = Producer(inputs.shape[0] - kv_width, (config.heads // settings.shape.kv_heads, settings.shape.head_dim))
+    producer = Producer(inputs.shape[0] - kv_width, (config.heads // settings.kv_heads, settings.head_dim))
     return {
         "qkv": inputs,
         "output": output,
@@ -207,7 +207,7 @@ def _own_input(config: DecoderConfig, index: int) -> LayerInput | None:
 
 def _head_norm(config: DecoderConfig, index: int, weight: str, width: int) -> Norm | None:
     kind = config.traits.head_norm
-    return None if kind is None else Norm(weight, width if kind == "whole" else config.attention[index].shape.head_dim)
+    return None if kind is None else Norm(weight, width if kind == "whole" else config.attention[index].head_dim)
 
 
 def final_norm(config: DecoderConfig) -> Norm:

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Final
 
-from onnx import GraphProto, ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from ...models.draft_heads import (
     MEDUSA_FILE,
@@ -127,15 +127,7 @@ def build_medusa_heads(opened: MedusaHeads, plan: QuantPlan, weights: Initialize
     nodes.add_multi_output(
         "TopK", [probabilities, nodes.integers("top.count", top)], [TOP_PROBABILITIES, TOP_IDS], "top", axis=-1
     )
-    declare, heads = helper.make_tensor_value_info, len(opened.heads)
-    graph = GraphProto(
-        name="medusa_heads",
-        node=[*weights.conversions, *nodes.protos],
-        initializer=weights.protos,
-        input=[declare(inputs_outputs.DRAFT_FEATURES, TensorProto.FLOAT, [1, config.hidden_size])],
-        output=[
-            declare(TOP_PROBABILITIES, TensorProto.FLOAT, [heads, top]),
-            declare(TOP_IDS, TensorProto.INT64, [heads, top]),
-        ],
-    )
-    return as_model(graph)
+    declare, shape = helper.make_tensor_value_info, [len(opened.heads), top]
+    inputs = [declare(inputs_outputs.DRAFT_FEATURES, TensorProto.FLOAT, [1, config.hidden_size])]
+    outputs = [declare(TOP_PROBABILITIES, TensorProto.FLOAT, shape), declare(TOP_IDS, TensorProto.INT64, shape)]
+    return as_model(helper.make_graph(nodes.all(), "medusa_heads", inputs, outputs, weights.protos))

@@ -9,7 +9,6 @@ are written beside the graph (`models.bundle.TARGET_IDS_NAME`), in ascending ord
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +27,14 @@ from ...models.bundle import (
     TOKENIZER_AND_CONFIG_FILES,
     WEIGHTS_NAME,
     Bundle,
-    digest_file,
 )
 from ...models.file_system import move
-from ...models.manifest import MANIFEST_NAME
 from ...models.progress import Progress
 from ...runtime.engine_loading import load
 from ...runtime.measure.bundle_timing import BundleTimer
 from ...runtime.speculation.drafters.target_drafts import HiddenStateHead
 from ...runtime.text.turn_markers import TokenArray
-from ..bundle_content import change_manifest, read_manifest
+from ..bundle_content import change_manifest, read_manifest, write_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, require_close
 from ..graph import inputs_outputs
@@ -153,9 +150,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         files = {WEIGHTS_NAME: data.digest()}
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
     np.save(folder / TARGET_IDS_NAME, kept)
-    for name in TOKENIZER_AND_CONFIG_FILES:
-        if (source := whole.file(name)) is not None:
-            shutil.copyfile(source, folder / name)
+    whole.copy_config_files(folder)
     manifest = read_manifest(whole.folder)
     architecture = manifest.architecture
     count = min(_COMPARED_POSITIONS, architecture.context)
@@ -166,8 +161,6 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     expected = expected[:, kept]
     allowed = _TOLERANCE * max(1.0, float(expected.std()))
     require_close(found, expected, "the trimmed draft's logits differ from the whole draft's", allowed=allowed)
-    names = (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES)
-    files |= {name: digest_file(folder / name) for name in names if (folder / name).is_file()}
     manifest = replace(
         manifest,
         architecture=replace(architecture, tied_head=False),
@@ -175,7 +168,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
         bits_per_weight_read=None,
         files=files,
     )
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    write_manifest(folder, manifest, (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES))
 
 
 def trim_own_draft(folder: Path, kept: TokenIds) -> None:

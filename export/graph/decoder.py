@@ -55,14 +55,9 @@ def build_graph(
     head_input = _append_decoder(nodes, context, features)
     if hidden_states:
         nodes.add("Identity", [head_input], inputs_outputs.HIDDEN_STATES)
-    graph = GraphProto(
-        name="decoder",
-        node=[*weights.conversions, *nodes.protos],
-        initializer=weights.protos,
-        input=inputs_outputs.graph_inputs(config),
-        output=inputs_outputs.graph_outputs(config, hidden_states, features),
-    )
-    return as_model(graph)
+    inputs = inputs_outputs.graph_inputs(config)
+    outputs = inputs_outputs.graph_outputs(config, hidden_states, features)
+    return as_model(helper.make_graph(nodes.all(), "decoder", inputs, outputs, weights.protos))
 
 
 def as_model(graph: GraphProto) -> ModelProto:

@@ -54,9 +54,8 @@ class Attention:
         """Append layer `index` without its output projection; returns the name of [1, M, heads * head_dim]."""
         nodes, config, name = self._nodes, self._nodes.config, f"layers.{index}"
         settings = config.attention[index]
-        shape = settings.shape
         table = None if settings.rope is None else self._tables[settings.rope, settings.rotated_channels]
-        channels = (shape.head_dim, settings.rotated_channels)
+        channels = (settings.head_dim, settings.rotated_channels)
         inside = None if any(each % _ROTARY_MULTIPLE for each in channels) else table
         query, key, value, gate = nodes.linear(layer.qkv, normed), "", "", ""
         if settings.owner is not None:
@@ -73,14 +72,14 @@ class Attention:
             parts = [f"{name}.query", f"{name}.key", f"{name}.value"]
             query, key, value = nodes.split(query, parts, self._widths(settings, 3))
         if config.traits.value_norm and settings.owner is None:
-            value = self._norm_heads(value, None, shape.head_dim, f"{name}.value")
+            value = self._norm_heads(value, None, settings.head_dim, f"{name}.value")
         if layer.query_norm is not None:
-            query = self._norm_heads(query, layer.query_norm, shape.head_dim, query)
+            query = self._norm_heads(query, layer.query_norm, settings.head_dim, query)
         if layer.key_norm is not None:
-            key = self._norm_heads(key, layer.key_norm, shape.head_dim, key)
+            key = self._norm_heads(key, layer.key_norm, settings.head_dim, key)
         if table is not None and inside is None:
             query = self._rotate(query, config.heads, table, settings)
-            key = key if settings.owner is not None else self._rotate(key, shape.kv_heads, table, settings)
+            key = key if settings.owner is not None else self._rotate(key, settings.kv_heads, table, settings)
         if self._query_scales is not None:
             query = nodes.add("Mul", [query, self._query_scales], f"{name}.query.scaled")
         rotary = ["", "", ""] if inside is None else [*inside, "position_ids"]
@@ -100,7 +99,7 @@ class Attention:
             attended,
             MICROSOFT,
             num_heads=config.heads,
-            kv_num_heads=shape.kv_heads,
+            kv_num_heads=settings.kv_heads,
             do_rotary=int(inside is not None),
             **{name: value for name, value in scores.items() if value is not None},
         )
@@ -122,7 +121,7 @@ class Attention:
 
     def _widths(self, settings: LayerAttention, parts: int) -> str:
         config = self._nodes.config
-        widths = (config.heads * settings.shape.head_dim, settings.kv_width, settings.kv_width)[:parts]
+        widths = (config.heads * settings.head_dim, settings.kv_width, settings.kv_width)[:parts]
         usual = widths == (config.query_width, config.kv_width, config.kv_width)
         name = "heads.widths" if usual else ".".join(["heads.widths", *map(str, widths)])
         return self._nodes.integers(name, *widths)
@@ -143,7 +142,7 @@ class Attention:
         return nodes.add("Reshape", [normed, together], f"{name}.together")
 
     def _rotate(self, heads: str, count: int, table: tuple[str, str], settings: LayerAttention) -> str:
-        whole = settings.rotated_channels == settings.shape.head_dim
+        whole = settings.rotated_channels == settings.head_dim
         part: dict[str, Any] = {} if whole else {"rotary_embedding_dim": settings.rotated_channels}
         inputs = [heads, "position_ids", *table]
         return self._nodes.add("RotaryEmbedding", inputs, f"{heads}.rotated", MICROSOFT, num_heads=count, **part)

@@ -143,7 +143,7 @@ def _head_model(
     head: FeatureHead, nodes: Nodes, target: GraphProto, before: Sequence[NodeProto], after: Sequence[NodeProto]
 ) -> ModelProto:
     """The model of the head's own nodes, and of those of the target's before and after them."""
-    config, weights = head.config, nodes.weights
+    config = head.config
     shared = {
         tensor.name: tensor
         for part in (before, after)
@@ -153,22 +153,18 @@ def _head_model(
     }
     declare, float32 = helper.make_tensor_value_info, TensorProto.FLOAT
     vocabulary = config.vocab_size if head.lm_head is None else head.lm_head.shape[0]
-    graph = GraphProto(
-        name="draft_head",
-        node=[*weights.conversions, *before, *nodes.protos, *after],
-        initializer=[*weights.protos, *shared.values()],
-        input=[
-            *inputs_outputs.graph_inputs(config),
-            declare(inputs_outputs.DRAFT_FEATURES, float32, ["F", head.feature_size]),
-            declare(inputs_outputs.DRAFT_STATES, float32, ["S", config.hidden_size]),
-        ],
-        output=[
-            declare(inputs_outputs.LOGITS, float32, ["R", vocabulary]),
-            declare(inputs_outputs.NEXT_STATES, float32, ["R", config.hidden_size]),
-            *inputs_outputs.graph_outputs(config, hidden_states=False)[1:],
-        ],
-    )
-    return as_model(graph)
+    inputs = [
+        *inputs_outputs.graph_inputs(config),
+        declare(inputs_outputs.DRAFT_FEATURES, float32, ["F", head.feature_size]),
+        declare(inputs_outputs.DRAFT_STATES, float32, ["S", config.hidden_size]),
+    ]
+    outputs = [
+        declare(inputs_outputs.LOGITS, float32, ["R", vocabulary]),
+        declare(inputs_outputs.NEXT_STATES, float32, ["R", config.hidden_size]),
+        *inputs_outputs.graph_outputs(config, hidden_states=False)[1:],
+    ]
+    stored = [*nodes.weights.protos, *shared.values()]
+    return as_model(helper.make_graph([*before, *nodes.all(), *after], "draft_head", inputs, outputs, stored))
 
 
 def needed_nodes(nodes: Sequence[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:

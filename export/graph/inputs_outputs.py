@@ -123,10 +123,10 @@ def caches(
     batch: int | str = 1,
 ) -> list[ValueInfoProto]:
     """The caches of all layers with keys and values of their own, as inputs or outputs of these names."""
-    shapes = {layer: config.attention[layer].shape for layer in config.attention_layers}
+    layers = {layer: config.attention[layer] for layer in config.attention_layers}
     return [
-        helper.make_tensor_value_info(name, element_type, [batch, shape.kv_heads, slots, shape.head_dim])
-        for layer, shape in shapes.items()
+        helper.make_tensor_value_info(name, element_type, [batch, each.kv_heads, slots, each.head_dim])
+        for layer, each in layers.items()
         for name in names(layer)
     ]
 

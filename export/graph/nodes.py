@@ -61,6 +61,10 @@ class Nodes:
         self.protos.append(helper.make_node(operator, inputs, outputs, name=name, domain=domain, **attributes))
         return outputs
 
+    def all(self) -> list[NodeProto]:
+        """The nodes, behind those that convert stored constants."""
+        return [*self.weights.conversions, *self.protos]
+
     def integers(self, name: str, *values: int) -> str:
         """A small int64 constant, created once per name."""
         return self.constant(name, np.array(values, np.int64))

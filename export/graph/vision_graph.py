@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from onnx import GraphProto, TensorProto, helper
+from onnx import TensorProto, helper
 
 from ...models.bundle import VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, digest_file
 from ...models.manifest import FileDigest, WeightFormat
@@ -44,14 +44,9 @@ def write_vision(
         is_native = vision.family.projector is Projector.PATCH_MERGER
         tower = (_NativeTower if is_native else _Tower)(nodes, vision)
         tower.append()
-        declare = helper.make_tensor_value_info
-        graph = GraphProto(
-            name="vision",
-            node=[*weights.conversions, *nodes.protos],
-            initializer=weights.protos,
-            input=[declare(*each) for each in tower.inputs()],
-            output=[declare(FEATURES, TensorProto.FLOAT, [1 + len(vision.deepstack), "N", vision.output_size])],
-        )
+        inputs, declare = tower.inputs(), helper.make_tensor_value_info
+        output = declare(FEATURES, TensorProto.FLOAT, [1 + len(vision.deepstack), "N", vision.output_size])
+        graph = helper.make_graph(nodes.all(), "vision", [declare(*each) for each in inputs], [output], weights.protos)
         digest = data.digest()
     (folder / VISION_GRAPH_NAME).write_bytes(as_model(graph).SerializeToString())
     return {VISION_GRAPH_NAME: digest_file(folder / VISION_GRAPH_NAME), VISION_WEIGHTS_NAME: digest}

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import GraphProto, ModelProto, TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from ...models.bundle import Bundle
 from ...models.graph_variant import DeviceKind, Precision, VariantFile
@@ -77,23 +77,19 @@ def build_static_graph(
     int32, float16, declare = TensorProto.INT32, TensorProto.FLOAT16, helper.make_tensor_value_info
     width, rows = shape.width, shape.logit_rows
     masks = dict.fromkeys(mask_name(layer.window) for layer in config.attention)
-    graph = GraphProto(
-        name="decoder",
-        node=nodes.protos,
-        initializer=[proto for name, proto in weights.protos.items() if name in used],
-        input=[
-            *(declare(name, int32, [1, width]) for name in ("input_ids", "position_ids")),
-            *(declare(mask, float16, [1, 1, width, shape.capacity + width]) for mask in masks),
-            *([declare(LOGIT_ROWS, int32, [1])] if rows != width else []),
-            *inputs_outputs.caches(config, inputs_outputs.past_cache, shape.capacity, float16),
-        ],
-        output=[
-            declare(NEXT_IDS, int32, [rows]),
-            declare(inputs_outputs.LOGITS, float16, [rows, config.vocab_size]),
-            *inputs_outputs.caches(config, inputs_outputs.present_cache, width, float16),
-        ],
-        value_info=nodes.shapes,
-    )
+    inputs = [
+        *(declare(name, int32, [1, width]) for name in ("input_ids", "position_ids")),
+        *(declare(mask, float16, [1, 1, width, shape.capacity + width]) for mask in masks),
+        *([declare(LOGIT_ROWS, int32, [1])] if rows != width else []),
+        *inputs_outputs.caches(config, inputs_outputs.past_cache, shape.capacity, float16),
+    ]
+    outputs = [
+        declare(NEXT_IDS, int32, [rows]),
+        declare(inputs_outputs.LOGITS, float16, [rows, config.vocab_size]),
+        *inputs_outputs.caches(config, inputs_outputs.present_cache, width, float16),
+    ]
+    stored = [proto for name, proto in weights.protos.items() if name in used]
+    graph = helper.make_graph(nodes.protos, "decoder", inputs, outputs, stored, value_info=nodes.shapes)
     return as_model(graph)
 
 

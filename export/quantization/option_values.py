@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final
 
-
-class PresetChoice(StrEnum):
-    """Names of presets."""
-
-    BEST = "best"
-    BALANCED = "balanced"
-    FAST = "fast"
-    SMALL = "small"
-
-
+PresetChoice = StrEnum("PresetChoice", ["BEST", "BALANCED", "FAST", "SMALL"])
+"""Names of presets."""
 PRESETS: Final[Mapping[PresetChoice, Mapping[str, Any]]] = {
     PresetChoice.BEST: {"weights": "mixed", "budget": "6bpw", "zero_points": True, "half_scales": True},
     PresetChoice.BALANCED: {"weights": "int4", "block": 128, "head": "int8", "half_scales": True, "method": "gptq"},
@@ -25,23 +17,14 @@ PRESETS: Final[Mapping[PresetChoice, Mapping[str, Any]]] = {
 """Options of each preset by their names; docs/log.md has the KL, bytes and times of each."""
 
 
-class WeightChoice(StrEnum):
-    """Names of weight formats, which have the recipe's blocks."""
-
-    FP32 = "fp32"
-    INT8 = "int8"
-    INT4 = "int4"
-    INT2 = "int2"
-    MIXED = "mixed"
-
-
-class VisionChoice(StrEnum):
-    """Formats of the weights of vision towers, and none for an export without."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    INT8 = "int8"
-    NONE = "none"
+WeightChoice = StrEnum("WeightChoice", ["FP32", "INT8", "INT4", "INT2", "MIXED"])
+"""Names of weight formats, which have the recipe's blocks."""
+VisionChoice = StrEnum("VisionChoice", ["FP32", "FP16", "INT8", "NONE"])
+"""Formats of the weights of vision towers, and none for an export without."""
+ActivationsChoice = StrEnum("ActivationsChoice", ["INT16", "INT8"])
+"""Types of the inputs and outputs of linears in graphs for NPUs, besides float16."""
+DeviceChoice = StrEnum("DeviceChoice", ["GPU", "NPU"])
+"""Kinds of device that graphs are written for besides the CPU."""
 
 
 class MethodChoice(StrEnum):
@@ -57,17 +40,3 @@ class MethodChoice(StrEnum):
     AWQ_GPTQ = "awq+gptq"
     AWQ_YAQA = "awq+yaqa"
     AWQ_LEARNED = "awq+learned"
-
-
-class ActivationsChoice(StrEnum):
-    """Types of the inputs and outputs of linears in graphs for NPUs, besides float16."""
-
-    INT16 = "int16"
-    INT8 = "int8"
-
-
-class DeviceChoice(StrEnum):
-    """Kinds of device that graphs are written for besides the CPU."""
-
-    GPU = "gpu"
-    NPU = "npu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, Final, NamedTuple
 from onnx import TensorProto
 
 from ...errors import BundleError
-from ...models.bundle import TOKENIZER_AND_CONFIG_FILES, Bundle, open_bundle
+from ...models.bundle import Bundle, open_bundle
 from ...models.find import find_model
 from ...models.graph_files import files_below
 from ...models.manifest import Architecture, WeightFormat
@@ -210,10 +209,7 @@ def copy_config_files(bundle: Bundle, folder: Path) -> None:
         BundleError: a settings file cannot be read.
         OSError: the disk refused a write.
     """
-    for name in TOKENIZER_AND_CONFIG_FILES:
-        path = bundle.file(name)
-        if path is not None:
-            shutil.copyfile(path, folder / name)
+    bundle.copy_config_files(folder)
     generation = bundle.json_file(_GENERATION)
     if generation.get("eos_token_id") is not None or not bundle.genai:
         return

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, ValueInfoProto, helper
+from onnx import ModelProto, ValueInfoProto, helper
 
 from ...errors import BundleError
 from ..graph.nodes import MICROSOFT
@@ -345,13 +345,9 @@ class EditableGraph:
     def model(self, store: Store) -> ModelProto:
         """Build an ONNX model of the graph; `store` stores the tensors."""
         stored = [store(name, tensor) for name, tensor in self.tensors.items()]
-        graph = GraphProto(
-            name="decoder",
-            node=[*(cast for _, cast in stored if cast), *(node.proto() for node in self.in_order())],
-            initializer=[tensor for tensor, _ in stored],
-            input=self.inputs.values(),
-            output=self.outputs.values(),
-        )
+        nodes = [*(cast for _, cast in stored if cast), *(node.proto() for node in self.in_order())]
+        tensors = [tensor for tensor, _ in stored]
+        graph = helper.make_graph(nodes, "decoder", [*self.inputs.values()], [*self.outputs.values()], tensors)
         return ModelProto(
             graph=graph,
             opset_import=[helper.make_opsetid(domain, version) for domain, version in self.opsets.items()],

@@ -10,12 +10,13 @@ from typing import Final
 from onnx.inliner import inline_selected_functions
 
 from ...errors import BundleError, InputError
-from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle, digest_file
-from ...models.manifest import MANIFEST_NAME, GraphLayout, Manifest, Method
+from ...models.bundle import GRAPH_NAME, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle
+from ...models.manifest import GraphLayout, Manifest, Method
 from ...models.progress import Progress, counted, silent
 from ...runtime.graph.cache_io import states_by_key
 from ...runtime.graph.graph_io import GraphValue
 from ...runtime.graph.introspection import sizes_in_config, usual_names
+from ..bundle_content import write_manifest
 from ..bundle_writer import PRODUCER
 from ..check.parity import Parity
 from ..checkpoint.open import require_readable
@@ -26,28 +27,15 @@ from ..graph.initializers import WeightFile
 from ..quantization.methods import FP32, INT4
 from ..quantization.option_values import DeviceChoice
 from ..recipe import DEFAULT_CONTEXT_LIMIT, LONGEST_CONTEXT, ExportRecipe
+from . import describe
+from . import quantized_linears as linears
 from .attention_fusion import fuse_operators, pack_heads
 from .contract_inputs import AttentionShape, declare_cache_shape, select_positions, wire_attention
 from .decoder_io import POSITIONS, CacheTensor, identify_io, take_cached_branch
-from .describe import (
-    architecture_of,
-    bits_per_weight,
-    copy_config_files,
-    find_foreign_model,
-    formats_of,
-    weight_matrices,
-)
 from .editable import EditableGraph, Node
 from .float_linears import quantize_linears, widen
 from .graph_parts import in_place, read_model, to_file, unsupported
 from .parity import POSITIONS_READ, measure, require_same, run_reference
-from .quantized_linears import (
-    absorb_biases,
-    convert_integer_linears,
-    join_linears,
-    round_activations,
-    share_reshaped_constants,
-)
 from .stacked_caches import split_caches
 
 _ATTENTION: Final = "GroupQueryAttention"
@@ -91,7 +79,7 @@ def upgrade_model(
     if recipe.method not in (None, Method.RTN):
         raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
     recipe.require_default_scales("model in ONNX")
-    foreign = find_foreign_model(source)
+    foreign = describe.find_foreign_model(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
     notes: list[str] = []
@@ -115,8 +103,8 @@ def _write(
 ) -> Manifest:
     """Write every file of the bundle; messages for the user are added to `notes`."""
     graph, shape, context = _rewire(source, recipe, notes)
-    matrices = weight_matrices(graph)
-    vocab_size = architecture_of(matrices, shape, "", context, None).vocab_size
+    matrices = describe.weight_matrices(graph)
+    vocab_size = describe.architecture_of(matrices, shape, "", context, None).vocab_size
     progress("reading", 0.5)
     reference = run_reference(*_normalized_source(source), shape, vocab_size)
     progress("reading", 1.0)
@@ -131,36 +119,33 @@ def _write(
         difference = require_same(graph.folder, graph.model(in_place), reference, progress)
     if rounds:
         quantize_linears(graph, body, head)
-    if (linears := round_activations(graph)) > 0:
-        notes.append(f"{linears} linears without a stated precision now round activations to 8 bits")
-    for tune in (share_reshaped_constants, absorb_biases, join_linears, pack_heads):
+    if (changed := linears.round_activations(graph)) > 0:
+        notes.append(f"{changed} linears without a stated precision now round activations to 8 bits")
+    for tune in (linears.share_reshaped_constants, linears.absorb_biases, linears.join_linears, pack_heads):
         tune(graph)
-    matrices = weight_matrices(graph)
+    matrices = describe.weight_matrices(graph)
     total = sum(tensor.nbytes for tensor in graph.tensors.values())
     with WeightFile(folder / WEIGHTS_NAME) as data:
         model = graph.model(to_file(data, counted(total, progress, "writing weights")))
     (folder / GRAPH_NAME).write_bytes(model.SerializeToString())
-    copy_config_files(source, folder)
+    describe.copy_config_files(source, folder)
     if not rounds:
         difference = require_same(folder, model, reference, progress)
     parity = measure(folder, reference, difference)
-    names = (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES)
-    width = source.config.get("intermediate_size")
+    width = size if isinstance(size := source.config.get("intermediate_size"), int) else None
     types = (source.config.get("model_type"), source.genai.get("type"))
     family = next((each for each in types if isinstance(each, str) and each), "unknown")
     manifest = Manifest(
-        architecture=architecture_of(matrices, shape, family, context, width if isinstance(width, int) else None),
-        weights=formats_of(matrices),
-        bits_per_weight=bits_per_weight(matrices),
-        files={WEIGHTS_NAME: data.digest()}
-        | {name: digest_file(folder / name) for name in names if (folder / name).is_file()},
+        architecture=describe.architecture_of(matrices, shape, family, context, width),
+        weights=describe.formats_of(matrices),
+        bits_per_weight=describe.bits_per_weight(matrices),
+        files={WEIGHTS_NAME: data.digest()},
         parity=asdict(parity),
         producer=PRODUCER,
         command=command,
     )
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     progress("checking", 1.0)
-    return manifest
+    return write_manifest(folder, manifest, (GRAPH_NAME, *TOKENIZER_AND_CONFIG_FILES))
 
 
 def _rewire(source: Bundle, recipe: ExportRecipe, notes: list[str]) -> tuple[EditableGraph, AttentionShape, int]:
@@ -201,7 +186,7 @@ def _normalized_source(source: Bundle, *, inline: bool = False) -> tuple[Editabl
     graph = EditableGraph(model, source.graph.parent)
     _require_upgradable(graph, source)
     split_caches(graph)
-    convert_integer_linears(graph)
+    linears.convert_integer_linears(graph)
     names = {usual: name for name, usual in usual_names(source.genai, 0).items()}
     return graph, identify_io(graph, names)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from ...errors import BundleError, ExportError
 from ..check.contract_session import evaluate_passes
@@ -146,7 +146,7 @@ def run_part(
         ExportError: they cannot be run.
     """
     feeds: list[dict[str, Array]] = [{} for _ in passes]
-    nodes: dict[Node, None] = {}
+    needed: dict[Node, None] = {}
     stored: list[tuple[TensorProto, NodeProto | None]] = []
     waiting, seen = list(wanted), set[str]()
     while waiting:
@@ -160,7 +160,7 @@ def run_part(
             for fed, value in zip(feeds, values, strict=True):
                 fed[name] = np.ascontiguousarray(value)
         elif node is not None:
-            nodes[node] = None
+            needed[node] = None
             waiting += node.reads()
         elif name in graph.tensors:
             stored.append(in_place(name, graph.tensors[name]))
@@ -168,20 +168,17 @@ def run_part(
             raise ExportError(f"no node computes the value {name}")
     # A graph output cannot be a graph input or a constant, so each wanted value has a node of its own.
     outputs = [f"wanted.{index}" for index in range(len(wanted))]
-    part = GraphProto(
-        name="part",
-        node=[
-            *(cast for _, cast in stored if cast),
-            *(node.proto() for node in sorted(nodes, key=order.__getitem__)),
-            *(helper.make_node(op, [name], [output]) for name, output in zip(wanted, outputs, strict=True)),
-        ],
-        initializer=[tensor for tensor, _ in stored],
-        input=[
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim)
-            for name, value in feeds[0].items()
-        ],
-        output=[ValueInfoProto(name=name) for name in outputs],
-    )
+    nodes = [
+        *(cast for _, cast in stored if cast),
+        *(node.proto() for node in sorted(needed, key=order.__getitem__)),
+        *(helper.make_node(op, [name], [output]) for name, output in zip(wanted, outputs, strict=True)),
+    ]
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim)
+        for name, value in feeds[0].items()
+    ]
+    results = [ValueInfoProto(name=name) for name in outputs]
+    part = helper.make_graph(nodes, "part", inputs, results, [tensor for tensor, _ in stored])
     opsets = [helper.make_opsetid(domain, version) for domain, version in graph.opsets.items()]
     model = helper.make_model(part, opset_imports=opsets, ir_version=10)
     return [dict(zip(wanted, found, strict=True)) for found in evaluate_passes(model, feeds, graph.folder)]
