@@ -25,7 +25,7 @@ from artifacts import bundle
 from edgerun.export.drafts.trimmed_head import head_tokens, trim_own_draft, write_trimmed
 from edgerun.export.upgrade.editable import EditableGraph
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.draft_heads import HeadKind
+from edgerun.models.manifest import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.model_metadata import ModelMetadata, metadata_of

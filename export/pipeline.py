@@ -11,10 +11,9 @@ from typing import Final
 
 from ..errors import CheckpointError, InputError
 from ..models.bundle import SENTENCE_POOLING
-from ..models.draft_heads import HeadKind
 from ..models.hub.downloaded_model import looks_like_hub_id
 from ..models.json_file import read_json_object
-from ..models.manifest import GraphLayout
+from ..models.manifest import GraphLayout, HeadKind
 from ..models.progress import Progress, silent
 from ..runtime.embedding import pooling_mode
 from .architectures import supported_families
@@ -29,8 +28,8 @@ from .checkpoint.config import DecoderConfig
 from .checkpoint.open import open_source
 from .completion import complete_bundle, integer_graphs_note
 from .destination import ExportResult, bundle_written_whole, require_apart
-from .drafts.draft_head import Head, add_draft_head, open_draft_head
-from .drafts.feature_heads import has_mtp_module, read_head_kind
+from .drafts.draft_head import Head, add_draft_head, open_draft_head, read_head_kind
+from .drafts.feature_heads import has_mtp_module
 from .drafts.make_draft import DraftRequest, require_draft
 from .gguf.gguf_model import is_gguf
 from .graph.gpu_variants import write_gpu_variants

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final
 
 from ..errors import BundleError
 from .block_diffusion import BlockDiffusion
-from .draft_heads import HeadKind
 from .graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from .json_file import Bound, Count, WholeNumber, is_whole, parse_json_object, shown, typed_record
 
@@ -108,6 +107,18 @@ class Calibration:
     """Number of other tokens, on which `Manifest.quality` was measured."""
     awq: bool = False
     """Whether AWQ scaling was applied."""
+
+
+class HeadKind(StrEnum):
+    """Kind of a draft head."""
+
+    EAGLE = "eagle"
+    """EAGLE-3: one layer that continues from its own output."""
+    MEDUSA = "medusa"
+    """One block for each of the next tokens."""
+    MTP = "mtp"
+    """The multi-token-prediction module of the target's own checkpoint: one layer that continues from its own output,
+    with the target's embedding and LM head."""
 
 
 @dataclass(frozen=True)

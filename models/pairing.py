@@ -22,10 +22,9 @@ from ..errors import BundleError
 from .array_file import read_array
 from .atomic import write_atomically
 from .bundle import GRAPH_NAME, TARGET_IDS_NAME, Bundle, open_bundle
-from .draft_heads import HeadKind
 from .find import find_model
 from .json_file import is_whole, read_json_object
-from .manifest import MANIFEST_NAME, DraftPairing
+from .manifest import MANIFEST_NAME, DraftPairing, HeadKind
 from .onnx_file.wire import check_external_data
 from .regular_file import MAX_TOKENIZER_BYTES, os_errors_as, read_regular
 

@@ -20,22 +20,8 @@ from ..checkpoint.layer_weights import FusedLinear, Layer, Norm
 from ..checkpoint.layout import embedding_layout, final_norm, head_layout, layer_layout, per_layer_inputs_layout
 from ..checkpoint.source import ModelSource
 from ..graph.head_parts import FeatureHead
-from .reference_operations import (
-    Float64Array,
-    convolution,
-    delta_net,
-    gelu_tanh,
-    linear,
-    looked_up,
-    mamba2,
-    rms_norm,
-    rotate,
-    routed,
-    sigmoid,
-    silu,
-    soft_capped,
-    softmax,
-)
+from . import reference_operations as operations
+from .reference_operations import Float64Array
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -58,7 +44,7 @@ class Reference:
 
     def embedded(self, tokens: TokenArray) -> Float64Array:
         """Embeddings of tokens, float64 [n, hidden]."""
-        return looked_up(self.weights, embedding_layout(self.config), tokens) * self.config.embedding_scale
+        return operations.looked_up(self.weights, embedding_layout(self.config), tokens) * self.config.embedding_scale
 
     def states(self, tokens: TokenArray) -> list[Float64Array]:
         """Compute the residual stream, float64 [n, hidden] each: what enters every layer, and what the last returns."""
@@ -73,12 +59,12 @@ class Reference:
         if norm is None:
             return value
         weight = self.weights.read(norm.weight).astype(np.float64) + self.config.traits.norms_add_one
-        return rms_norm(value, self.config.norm_epsilon) * weight
+        return operations.rms_norm(value, self.config.norm_epsilon) * weight
 
     def logits(self, normed: Float64Array) -> Float64Array:
         """The logits of the last norm's outputs, float64 [n, vocabulary]."""
-        product = linear(self.weights, head_layout(self.config), normed) * self.config.logits_scale
-        return soft_capped(product, self.config.logits_softcap)
+        product = operations.linear(self.weights, head_layout(self.config), normed) * self.config.logits_scale
+        return operations.soft_capped(product, self.config.logits_softcap)
 
     def layer(
         self,
@@ -90,13 +76,13 @@ class Reference:
         """Run one layer over the residual stream, float64 [n, hidden]; `normed` replaces what its attention reads."""
         layer, scale = layer_layout(self.config, index), self.config.residual_scale
         mixed = self._mixed(index, layer, self.norm(layer.before_attention, hidden) if normed is None else normed)
-        mixed = linear(self.weights, layer.output, mixed)
+        mixed = operations.linear(self.weights, layer.output, mixed)
         hidden = hidden + self.norm(layer.after_attention, mixed) * scale
         expanded = self._feed_forward(layer, self.norm(layer.before_mlp, hidden))
         hidden = hidden + self.norm(layer.after_mlp, expanded) * scale
         if layer.own_input is not None and own_input is not None:
-            gated = gelu_tanh(linear(self.weights, layer.own_input.gate, hidden)) * own_input
-            read = linear(self.weights, layer.own_input.output, gated)
+            gated = operations.gelu_tanh(operations.linear(self.weights, layer.own_input.gate, hidden)) * own_input
+            read = operations.linear(self.weights, layer.own_input.output, gated)
             hidden = hidden + self.norm(layer.own_input.after, read)
         return hidden if layer.scale is None else hidden * self.weights.read(layer.scale).astype(np.float64)
 
@@ -106,24 +92,26 @@ class Reference:
         if layout is None:
             return None
         width = self.config.per_layer_width
-        projected = linear(self.weights, layout.projection, embedded) / math.sqrt(embedded.shape[-1])
+        projected = operations.linear(self.weights, layout.projection, embedded) / math.sqrt(embedded.shape[-1])
         normed = self.norm(layout.norm, projected.reshape(len(tokens), -1, width))
-        own = looked_up(self.weights, layout.table, tokens).reshape(normed.shape) * math.sqrt(width)
+        own = operations.looked_up(self.weights, layout.table, tokens).reshape(normed.shape) * math.sqrt(width)
         return np.asarray((normed + own) / math.sqrt(2))
 
     def _mixed(self, index: int, layer: Layer, normed: Float64Array) -> Float64Array:
         """The inputs of the layer's output projection."""
         if layer.states is None:
             return self._attention(index, layer, normed)
-        projected = linear(self.weights, layer.qkv, normed)
+        projected = operations.linear(self.weights, layer.qkv, normed)
         match layer.states.config:
             case ConvolutionConfig():
-                return convolution(self.weights, layer.states, projected)
+                return operations.convolution(self.weights, layer.states, projected)
             case config if layer.gates is not None:
-                gates = linear(self.weights, layer.gates, normed)
-                return delta_net(self.weights, layer.states, config, projected, gates, self.config.norm_epsilon)
+                gates = operations.linear(self.weights, layer.gates, normed)
+                return operations.delta_net(
+                    self.weights, layer.states, config, projected, gates, self.config.norm_epsilon
+                )
             case config:
-                return mamba2(self.weights, layer.states, config, projected, self.config.norm_epsilon)
+                return operations.mamba2(self.weights, layer.states, config, projected, self.config.norm_epsilon)
 
     def _attention(self, index: int, layer: Layer, normed: Float64Array) -> Float64Array:
         """The attended values of all heads, float64 [n, heads * head size]."""
@@ -131,7 +119,7 @@ class Reference:
         dim, gate = settings.head_dim, None
         width = config.heads * dim
         query, *others = np.split(
-            linear(self.weights, layer.qkv, normed),
+            operations.linear(self.weights, layer.qkv, normed),
             np.cumsum([width * (2 if config.traits.gated_attention else 1), settings.kv_width]),
             axis=-1,
         )
@@ -142,7 +130,7 @@ class Reference:
         query = self._heads(index, query, layer.query_norm)
         if settings.owner is None:
             key, value = others[0], others[0 if settings.keys_as_values else 1].reshape(length, -1, dim)
-            value = rms_norm(value, config.norm_epsilon) if config.traits.value_norm else value
+            value = operations.rms_norm(value, config.norm_epsilon) if config.traits.value_norm else value
             self.kept[index] = self._heads(index, key, layer.key_norm), value
         keys, values = self.kept[index if settings.owner is None else settings.owner]
         if config.query_scaling is not None:
@@ -153,13 +141,13 @@ class Reference:
         sinks = None if layer.sinks is None else self.weights.read(layer.sinks)
         for head in range(config.heads):
             group = head // (config.heads // settings.kv_heads)
-            scores = soft_capped(query[:, head] @ keys[:, group].T * scale, config.attention_softcap)
+            scores = operations.soft_capped(query[:, head] @ keys[:, group].T * scale, config.attention_softcap)
             scores[masked] = -np.inf
             if sinks is not None:
                 scores = np.concatenate([scores, np.full((length, 1), sinks[head])], axis=-1)
-            attended[:, head] = softmax(scores)[:, :length] @ values[:, group]
+            attended[:, head] = operations.softmax(scores)[:, :length] @ values[:, group]
         attended = attended.reshape(length, -1)
-        return attended if gate is None else attended * sigmoid(gate)
+        return attended if gate is None else attended * operations.sigmoid(gate)
 
     def _heads(self, index: int, value: Float64Array, norm: Norm | None) -> Float64Array:
         """Queries or keys as heads, normed and rotated, float64 [n, heads, head size]."""
@@ -171,24 +159,26 @@ class Reference:
             return heads
         factor = settings.rope.attention_factor
         angles = np.arange(length)[:, None] * settings.rope.frequencies(settings.rotated_channels, self.context)
-        return rotate(heads, np.cos(angles) * factor, np.sin(angles) * factor)
+        return operations.rotate(heads, np.cos(angles) * factor, np.sin(angles) * factor)
 
     def _feed_forward(self, layer: Layer, normed: Float64Array) -> Float64Array:
         """The feed-forward of one layer, with or without experts, float64 [n, hidden]."""
         experts = self.config.experts
         if layer.router is None or experts is None:
             return self._gated(layer.gate_up, layer.down, normed)
-        output = routed(self.weights, layer, layer.router, experts, normed)
+        output = operations.routed(self.weights, layer, layer.router, experts, normed)
         if layer.shared is None:
             return output
         shared = self._gated(layer.shared.gate_up, layer.shared.down, normed)
         gate = layer.shared.gate
-        return output + (shared if gate is None else shared * sigmoid(linear(self.weights, gate, normed)))
+        return output + (
+            shared if gate is None else shared * operations.sigmoid(operations.linear(self.weights, gate, normed))
+        )
 
     def _gated(self, gate_up: FusedLinear, down: FusedLinear, value: Float64Array) -> Float64Array:
-        gate, up = np.split(linear(self.weights, gate_up, value), 2, axis=-1)
-        opened = silu(gate) if self.config.activation == SILU else gelu_tanh(gate)
-        return linear(self.weights, down, opened * up)
+        gate, up = np.split(operations.linear(self.weights, gate_up, value), 2, axis=-1)
+        opened = operations.silu(gate) if self.config.activation == SILU else operations.gelu_tanh(gate)
+        return operations.linear(self.weights, down, opened * up)
 
 
 def reference_logits(weights: ModelSource, config: DecoderConfig, tokens: TokenArray, context: int) -> Float64Array:
@@ -229,7 +219,7 @@ def reference_head(
     reference, last = Reference(weights, head.config, context), final_norm(head.config)
     embedded, features = reference.norm(head.norms[0], embeddings), features[: len(embeddings)]
     if target is None:
-        given = [*linear(weights, head.projection, features)]
+        given = [*operations.linear(weights, head.projection, features)]
     else:
         used, original = (Reference(each, head.config, context) for each in target)
         given = [*original.norm(last, features)]
@@ -239,12 +229,12 @@ def reference_head(
         if target is None:
             states = reference.layer(0, hidden, normed=both)
         else:
-            states = reference.norm(last, reference.layer(0, linear(weights, head.projection, both)))
+            states = reference.norm(last, reference.layer(0, operations.linear(weights, head.projection, both)))
         if len(given) == len(embeddings):
             break
         given.append(states[-1])
     if head.lm_head is not None:
-        return linear(weights, head.lm_head, reference.norm(last, states)), states
+        return operations.linear(weights, head.lm_head, reference.norm(last, states)), states
     # Where calibration multiplied the columns of the LM head, it divided the norm before it.
     ones = np.ones((1, states.shape[-1]))
     return used.logits(states * (used.norm(last, ones) / original.norm(last, ones))), states
@@ -260,6 +250,6 @@ def reference_medusa(weights: ModelSource, heads: Sequence[Sequence[FusedLinear]
     for *blocks, output in heads:
         hidden = state
         for block in blocks:
-            hidden = hidden + silu(linear(weights, block, hidden))
-        logits.append(linear(weights, output, hidden))
+            hidden = hidden + operations.silu(operations.linear(weights, block, hidden))
+        logits.append(operations.linear(weights, output, hidden))
     return np.array(logits)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...models.atomic import write_atomically
-from ...models.draft_heads import (
+from ...models.manifest import Architecture
+from ..drafts.feature_heads import (
     DRAFT_VOCAB_SIZE,
     DRAFTED_TOKENS,
     EAGLE_ARCHITECTURES,
@@ -25,7 +26,6 @@ from ...models.draft_heads import (
     EAGLE_LAYERS,
     TARGET_ID_OFFSETS,
 )
-from ...models.manifest import Architecture
 from .torch_llama import Layer, Linear, ModelShape, RMSNorm, initialize, rotary_tables
 from .training_loop import write_weights
 

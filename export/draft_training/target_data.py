@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save
 from ...errors import ContextError, InputError
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
-from ...models.draft_heads import feature_layers
 from ...models.manifest import Architecture, GraphLayout
 from ...models.progress import Progress, silent
 from ...runtime.decode import FinishReason
@@ -32,6 +31,7 @@ from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ..check.contract_session import ContractSession
 from ..graph.decoder_parts import embedded_value
+from ..graph.inputs_outputs import feature_layers
 from .training_batches import Example
 
 TOP_TOKENS: Final = 32

@@ -13,8 +13,7 @@ from threadpoolctl import threadpool_limits
 
 from ...errors import InputError
 from ...models.bundle import DRAFT_GRAPH_NAME, DRAFT_WEIGHTS_NAME, GRAPH_NAME, TARGET_IDS_NAME
-from ...models.draft_heads import HeadKind
-from ...models.manifest import DraftPairing
+from ...models.manifest import DraftPairing, HeadKind
 from ...models.progress import Progress, counted
 from ...runtime.measure.logit_quality import log_softmax
 from ..bundle_content import BundleContent, change_manifest
@@ -24,6 +23,7 @@ from ..check.parity import RoundedLinears, quantized_weights, with_float_activat
 from ..check.reference import reference_head, reference_medusa
 from ..check.reference_operations import looked_up
 from ..checkpoint.config import DecoderConfig
+from ..checkpoint.json_fields import read_json
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import embedding_layout, final_norm
 from ..graph import inputs_outputs
@@ -31,9 +31,9 @@ from ..graph.head_parts import FeatureHead, build_feature_head
 from ..graph.initializers import Initializers, WeightFile
 from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
 from ..recipe import ExportRecipe
-from .feature_heads import open_eagle_head, open_mtp_module
+from .feature_heads import EAGLE_CONFIG, open_eagle_head, open_mtp_module
 from .make_draft import DraftRequest
-from .medusa_draft import TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
+from .medusa_draft import MEDUSA_HEADS, TOP_IDS, TOP_PROBABILITIES, MedusaHeads, build_medusa_heads, open_medusa_heads
 from .trimmed_head import trim_vocabulary
 
 _STAGE: Final = "draft"
@@ -92,6 +92,20 @@ def add_draft_head(
     note = trim_vocabulary(folder, recipe.draft_tokens, text, progress) if head.kind is HeadKind.MTP else ""
     _check_head(folder, target, head, plan)
     return note
+
+
+def read_head_kind(source: Path) -> HeadKind | None:
+    """The kind of draft head in a folder; None for a whole language model, or if there is no config.json.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+    """
+    config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    if any(isinstance(name, str) and "eagle" in name.lower() for name in names) or EAGLE_CONFIG in config:
+        return HeadKind.EAGLE
+    return HeadKind.MEDUSA if MEDUSA_HEADS in config else None
 
 
 def open_draft_head(request: DraftRequest, recipe: ExportRecipe, folder: Path, target: DecoderConfig) -> Head:

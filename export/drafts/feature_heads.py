@@ -19,21 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CheckpointError, InputError
-from ...models.draft_heads import (
-    DRAFT_VOCAB_SIZE,
-    EAGLE_ARCHITECTURES,
-    EAGLE_CONFIG,
-    EAGLE_FEATURE_LAYERS,
-    EAGLE_LAYER_ALIASES,
-    EAGLE_LAYERS,
-    FEATURE_NORM,
-    FEATURE_PROJECTION,
-    TARGET_HIDDEN_SIZE,
-    TARGET_ID_OFFSETS,
-    HeadKind,
-    head_kind,
-)
 from ...models.json_file import is_whole, shown
+from ...models.manifest import HeadKind
 from ..architectures import find_family
 from ..checkpoint.config import DecoderConfig, parse_config, text_settings
 from ..checkpoint.json_fields import count, read_json
@@ -43,6 +30,29 @@ from ..checkpoint.safetensors_files import Checkpoint
 from ..graph.head_parts import FeatureHead
 from ..graph.inputs_outputs import DraftFeatures, eagle_features
 
+EAGLE_ARCHITECTURES: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+"""Entries of `architectures` in config.json that name an EAGLE-3 head; the first is what SpecForge writes."""
+EAGLE_CONFIG: Final = "eagle_config"
+"""Setting of config.json whose value is an object with the next setting."""
+EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
+"""Indices of the target's layers whose outputs are the head's features; see `feature_layers`."""
+DRAFT_VOCAB_SIZE: Final = "draft_vocab_size"
+"""Setting with the number of tokens of the head's own LM head; the target's vocabulary where it is absent."""
+_TARGET_HIDDEN_SIZE: Final = "target_hidden_size"
+"""Setting with the target's hidden size; the head's own where it is absent."""
+EAGLE_FEATURE_LAYERS: Final = 3
+"""Number of hidden states of the target that an EAGLE-3 head takes."""
+
+_FEATURE_PROJECTION: Final = "fc"
+"""Module `[hidden, 3 * target hidden]` over the concatenated hidden states of the target, lowest layer first."""
+_EAGLE_LAYER_ALIASES: Final = ("midlayer", "layers.0", "model.layers.0", "model.midlayer")
+"""Modules under which the decoder layer is found; the first is what published heads have."""
+_FEATURE_NORM: Final = "hidden_norm"
+"""Norm in the layer of the hidden state, beside the embedding's (`input_layernorm`)."""
+TARGET_ID_OFFSETS: Final = "d2t"
+"""Integers `[draft vocab]`: token i of the head is token `i + d2t[i]` of the target."""
+DRAFTED_TOKENS: Final = "t2d"
+"""Booleans `[vocab]`: whether the head has a token of the target."""
 _LAYER: Final = "model.layers.0."
 """Prefix of the only layer's tensors in the layout of a decoder."""
 _OTHER_MODEL: Final = "give a head that was trained for this model"
@@ -52,12 +62,6 @@ _MODULE: Final = "mtp."
 """Beginning of the names of all tensors of a multi-token-prediction module."""
 _OWN_EMBEDDING: Final = "mtp_use_dedicated_embeddings"
 WITHOUT: Final = "export it without, with --draft none"
-
-
-def read_head_kind(source: Path) -> HeadKind | None:
-    """The kind of draft head in a folder; None for something else, such as a whole language model."""
-    path = source / "config.json"
-    return head_kind(read_json(path)) if path.is_file() else None
 
 
 def open_eagle_head(folder: Path, target: DecoderConfig) -> FeatureHead:
@@ -73,7 +77,7 @@ def open_eagle_head(folder: Path, target: DecoderConfig) -> FeatureHead:
     if config.layers != 1:
         raise CheckpointError(f"{folder} has {config.layers} layers", "only EAGLE-3 heads of one layer are supported")
     config = replace(config, tied_head=False)
-    hidden = count(settings, TARGET_HIDDEN_SIZE, default=config.hidden_size)
+    hidden = count(settings, _TARGET_HIDDEN_SIZE, default=config.hidden_size)
     require_target(f"the head {folder} was", hidden, config.vocab_size, target, _OTHER_MODEL)
     features = eagle_features(target, _listed_layers(settings))
     draft_vocab = count(settings, DRAFT_VOCAB_SIZE, default=config.vocab_size, maximum=config.vocab_size)
@@ -86,9 +90,9 @@ def open_eagle_head(folder: Path, target: DecoderConfig) -> FeatureHead:
         config,
         features,
         feature_size,
-        FusedLinear(FEATURE_PROJECTION, (FEATURE_PROJECTION,), (own,), feature_size),
+        FusedLinear(_FEATURE_PROJECTION, (_FEATURE_PROJECTION,), (own,), feature_size),
         replace(layer, qkv=replace(layer.qkv, columns=2 * own), before_attention=None),
-        (layer.before_attention, Norm(f"{_LAYER}{FEATURE_NORM}.weight", own)),
+        (layer.before_attention, Norm(f"{_LAYER}{_FEATURE_NORM}.weight", own)),
         embedding_layout(config) if checkpoint.has(EMBEDDING) else None,
         replace(head_layout(config), rows=(draft_vocab,)),
         _read_target_ids(folder, checkpoint, draft_vocab, config.vocab_size),
@@ -163,12 +167,12 @@ def _open_layer(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: there are no safetensors weights, or no such layer.
     """
-    for alias in EAGLE_LAYER_ALIASES:
+    for alias in _EAGLE_LAYER_ALIASES:
         checkpoint = Checkpoint(folder, ((_LAYER, f"{alias}."), ("model.", "")))
-        if checkpoint.has(f"{_LAYER}{FEATURE_NORM}.weight"):
+        if checkpoint.has(f"{_LAYER}{_FEATURE_NORM}.weight"):
             return checkpoint
     raise CheckpointError(
-        f"{folder} lacks the tensor {EAGLE_LAYER_ALIASES[0]}.{FEATURE_NORM}.weight",
+        f"{folder} lacks the tensor {_EAGLE_LAYER_ALIASES[0]}.{_FEATURE_NORM}.weight",
         "the checkpoint is incomplete, or not an EAGLE-3 head",
     )
 

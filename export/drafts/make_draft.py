@@ -8,8 +8,8 @@ from typing import Final
 
 from ...errors import EdgeError, InputError
 from ...models.bundle import DRAFT_FOLDER, open_bundle
-from ...models.draft_heads import HeadKind
 from ...models.file_system import move, remove
+from ...models.manifest import HeadKind
 from ...models.pairing import name_draft, vocabulary_difference
 from ...models.progress import Progress
 from ...runtime.measure.bundle_timing import BundleTimer

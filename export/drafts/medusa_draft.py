@@ -9,15 +9,7 @@ from typing import ClassVar, Final
 
 from onnx import ModelProto, TensorProto, helper
 
-from ...models.draft_heads import (
-    MEDUSA_FILE,
-    MEDUSA_HEADS,
-    MEDUSA_LAYERS,
-    MEDUSA_PREFIX,
-    HeadKind,
-    medusa_block,
-    medusa_output,
-)
+from ...models.manifest import HeadKind
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.json_fields import count, read_json
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
@@ -30,6 +22,14 @@ from ..graph.inputs_outputs import DraftFeatures
 from ..graph.nodes import Nodes
 from .feature_heads import require_target
 
+MEDUSA_HEADS: Final = "medusa_num_heads"
+"""Setting with the number of heads."""
+MEDUSA_LAYERS: Final = "medusa_num_layers"
+"""Setting with the number of residual blocks of each head, 1 where it is absent."""
+MEDUSA_FILE: Final = "medusa_lm_head.safetensors"
+"""File of the weights, where it is not called like a model's."""
+MEDUSA_PREFIX: Final = "medusa_head."
+"""What the names of a head's tensors may begin with."""
 _MAX_HEADS: Final = 16
 _MAX_BLOCKS: Final = 16
 _OTHER_MODEL: Final = "give heads that were trained for this model"
@@ -59,6 +59,16 @@ class MedusaHeads:
     def linears(self) -> tuple[FusedLinear, ...]:
         """All linears, in the order of the graph."""
         return tuple(chain.from_iterable(self.heads))
+
+
+def medusa_block(head: int, block: int) -> str:
+    """Module `[hidden, hidden]`, with a bias, of a residual block: `h + silu(linear(h))`."""
+    return f"{head}.{block}.linear"
+
+
+def medusa_output(head: int, blocks: int) -> str:
+    """Module `[vocab, hidden]` after the residual blocks of a head."""
+    return f"{head}.{blocks}"
 
 
 def open_medusa_heads(folder: Path, target: DecoderConfig) -> MedusaHeads:

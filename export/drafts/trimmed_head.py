@@ -44,16 +44,8 @@ from ..upgrade.decoder_io import find_lm_head
 from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.editable import EditableGraph, Node
 from ..upgrade.graph_parts import in_place, to_file
-from .head_size import (
-    TARGET_WIDTHS,
-    Float32Array,
-    Int64Array,
-    TokenRanking,
-    best_size,
-    count_agreement,
-    kept_share,
-    ranked_text,
-)
+from . import head_size
+from .head_size import Float32Array, Int64Array, TokenRanking
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -224,7 +216,7 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
     vocabulary = read_manifest(folder).architecture.vocab_size
     if text is None or wanted == "all" or (wanted is None and vocabulary < _LARGE):
         return ""
-    ranking, starts = ranked_text(folder, vocabulary, text)
+    ranking, starts = head_size.ranked_text(folder, vocabulary, text)
     if wanted == "auto":
         tokens = _fastest(folder, ranking, text.held_out, starts, progress)
     else:
@@ -235,7 +227,7 @@ def trim_vocabulary(folder: Path, wanted: DraftTokens, text: CalibrationText | N
     trim_own_draft(folder, kept)
     return (
         f"The multi-token-prediction module drafts {tokens} of {vocabulary} tokens, "
-        f"{kept_share(text.held_out, starts, kept):.1%} of those in held-out answers."
+        f"{head_size.kept_share(text.held_out, starts, kept):.1%} of those in held-out answers."
     )
 
 
@@ -243,7 +235,7 @@ def _fastest(
     folder: Path, ranking: TokenRanking, texts: Sequence[TokenArray], starts: Sequence[int], progress: Progress
 ) -> int:
     """The number of tokens with the most expected tokens per second."""
-    agreement = count_agreement(_predictions(folder, texts, starts, progress), ranking)
+    agreement = head_size.count_agreement(_predictions(folder, texts, starts, progress), ranking)
     smallest = folder / ".draft.smallest.onnx"
     timer = BundleTimer()
     try:
@@ -252,8 +244,8 @@ def _fastest(
         on_whole, on_smallest = timer.time_heads(folder, [folder / DRAFT_GRAPH_NAME, smallest], _ROUNDS)
     finally:
         smallest.unlink(missing_ok=True)
-    (on_target,) = timer.time_passes([folder], TARGET_WIDTHS, _ROUNDS)
-    return best_size(ranking, agreement, on_target, on_whole, on_smallest)
+    (on_target,) = timer.time_passes([folder], head_size.TARGET_WIDTHS, _ROUNDS)
+    return head_size.best_size(ranking, agreement, on_target, on_whole, on_smallest)
 
 
 def _predictions(

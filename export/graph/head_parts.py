@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from ...models.draft_heads import HeadKind
+from ...models.manifest import HeadKind
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Layer, Norm, QuantPlan
 from ..checkpoint.layout import final_norm

@@ -13,7 +13,6 @@ from typing import Final
 from onnx import TensorProto, ValueInfoProto, helper
 
 from ...errors import InputError
-from ...models.draft_heads import feature_layers
 from ..architectures.state_layers import ConvolutionConfig, RecurrentConfig
 from ..checkpoint.config import DecoderConfig
 
@@ -148,6 +147,16 @@ class DraftFeatures:
     def needs_last_layer(self, config: DecoderConfig) -> bool:
         """Whether the last layer has to run for tokens without logits too."""
         return self.all_tokens and (not self.layers or config.layers in self.layers)
+
+
+def feature_layers(layers: int, listed: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The layers of a target whose inputs, the residual stream, are the features of an EAGLE-3 head.
+
+    Args:
+        layers: number of layers of the target.
+        listed: the layers whose outputs a config.json lists; None for the default, which is counted by inputs.
+    """
+    return (2, layers // 2, layers - 3) if listed is None else tuple(each + 1 for each in listed)
 
 
 def eagle_features(config: DecoderConfig, listed: tuple[int, ...] | None) -> DraftFeatures:

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
-from ...models.draft_heads import HeadKind
+from ...models.manifest import HeadKind
 from ...models.pairing import DraftPair
 from ..devices.providers import choose_device, cpu_device
 from ..graph.bound_graph import BoundGraph

@@ -14,10 +14,17 @@ import pytest
 import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, holds_only_bundle_files, open_bundle
-from edgerun.models.draft_heads import HeadKind
 from edgerun.models.find import bundled_folder, find_model
 from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
-from edgerun.models.manifest import Architecture, Calibration, DraftPairing, FileDigest, Manifest, WeightFormat
+from edgerun.models.manifest import (
+    Architecture,
+    Calibration,
+    DraftPairing,
+    FileDigest,
+    HeadKind,
+    Manifest,
+    WeightFormat,
+)
 
 MANIFEST = Manifest(
     architecture=Architecture("llama", 300, 64, 96, 2, 4, 2, 16, 256, True),

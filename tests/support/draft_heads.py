@@ -20,7 +20,7 @@ from edgerun.export.checkpoint.safetensors_files import Checkpoint
 from edgerun.export.drafts.feature_heads import open_eagle_head, open_mtp_module
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
-from edgerun.models.draft_heads import HeadKind
+from edgerun.models.manifest import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from edgerun.models.draft_heads import (
-    EAGLE_ARCHITECTURES,
-    MEDUSA_HEADS,
-    MEDUSA_LAYERS,
-    MEDUSA_PREFIX,
-    medusa_block,
-    medusa_output,
-)
+from edgerun.export.drafts.feature_heads import EAGLE_ARCHITECTURES
+from edgerun.export.drafts.medusa_draft import MEDUSA_HEADS, MEDUSA_LAYERS, MEDUSA_PREFIX, medusa_block, medusa_output
 
 from .tiny_models import tiny_config, tiny_weights, write_checkpoint, write_json, write_weights
 

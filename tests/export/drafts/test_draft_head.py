@@ -20,9 +20,9 @@ from edgerun.export import FP32, INT4, INT8, ExportRecipe, WeightFormat
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.drafts import draft_head
 from edgerun.export.drafts.feature_heads import open_eagle_head
+from edgerun.export.graph.inputs_outputs import feature_layers
 from edgerun.models.bundle import open_bundle
-from edgerun.models.draft_heads import HeadKind, feature_layers
-from edgerun.models.manifest import MANIFEST_NAME
+from edgerun.models.manifest import MANIFEST_NAME, HeadKind
 from edgerun.models.pairing import find_draft
 from support.tiny_heads import eagle_config, eagle_weights, write_eagle_head, write_medusa_heads
 from support.tiny_models import exported, tiny_config, write_checkpoint, write_json, write_weights

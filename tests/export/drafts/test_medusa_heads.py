@@ -14,7 +14,7 @@ import edgerun
 from edgerun import EdgeError, Engine, GenerateOptions, InputError
 from edgerun.export import FP32, INT4, ExportRecipe
 from edgerun.export.check.contract_session import ModelSession
-from edgerun.models.draft_heads import MEDUSA_FILE
+from edgerun.export.drafts.medusa_draft import MEDUSA_FILE
 from edgerun.runtime.speculation.choice import DraftSampling, Speculation
 from edgerun.runtime.speculation.drafters.draft_model import Path as TokenPath
 from edgerun.runtime.speculation.drafters.draft_model import TopTokens

@@ -22,7 +22,7 @@ from edgerun.export.drafts import trimmed_head
 from edgerun.export.drafts.trimmed_head import trim_own_draft, trim_vocabulary
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
-from edgerun.models.draft_heads import HeadKind
+from edgerun.models.manifest import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
 from edgerun.runtime.measure.bundle_timing import BundleTimer

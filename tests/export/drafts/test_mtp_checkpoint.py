@@ -26,7 +26,7 @@ from edgerun.export.drafts.make_draft import DraftRequest
 from edgerun.export.quantization.methods import FP32
 from edgerun.export.recipe import OWN_MODULE
 from edgerun.models.bundle import open_bundle
-from edgerun.models.draft_heads import HeadKind
+from edgerun.models.manifest import HeadKind
 from edgerun.models.pairing import find_draft
 from edgerun.models.progress import silent
 from support.tiny_heads import write_mtp_checkpoint
