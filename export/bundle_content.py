@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..models.atomic import write_atomically
 from ..models.bundle import digest_file
 from ..models.manifest import MANIFEST_NAME, GraphLayout, Manifest, WeightFormat
 from .checkpoint.config import DecoderConfig
@@ -66,7 +65,7 @@ def write_manifest(folder: Path, manifest: Manifest, files: Iterable[str]) -> Ma
     """Write a manifest, with the digests of those of `files` that the bundle has; returns what was written."""
     digests = {name: digest_file(folder / name) for name in files if (folder / name).is_file()}
     manifest = replace(manifest, files={**manifest.files, **digests})
-    write_atomically(folder / MANIFEST_NAME, manifest.to_json().encode())
+    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 
 
