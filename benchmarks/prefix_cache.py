@@ -36,7 +36,7 @@ import edgerun
 from artifacts import bundle, with_context
 from edgerun import Engine, GenerateOptions, Reply, Speculation, Stats
 from edgerun.models.user_folders import cache_folder
-from edgerun.runtime.generation import CachedSequence
+from edgerun.runtime.kv.prefix_cache import CachedSequence
 from server_overhead import Client, body, served
 from shapes import SHAPES
 

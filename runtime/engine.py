@@ -21,8 +21,8 @@ from .arguments.argument_types import checked_arguments, lists_options
 from .arguments.option_keywords import GenerateKeywords
 from .conversation import Session
 from .embedding import embed_texts
-from .generation import CachedSequence
 from .graph.shared_passes import NO_PASSES, PassTotals
+from .kv.prefix_cache import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .overflow import Overflow, answer_reserve

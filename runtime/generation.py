@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import ContextError, TemplateError
-from ..models.progress import Progress, silent
 from .blocks.block_decode import BlockChoices, block_decode
 from .decode import DecodeLimits, FinishReason, Step, decode
-from .graph.bound_graph import BoundGraph, ImagesOfText, Steering, keyed_ids
 from .graph.cache_shift import CacheShift
 from .graph.graph_io import GraphIO
-from .kv.arena import KVArena, shared_tokens
-from .kv.prefix_cache import PrefixCache
+from .kv.prefix_cache import CachedSequence
 from .measure.exactness import SAMPLE_TEXT
 from .options import Request
 from .overflow import Overflow, kept_first, trimmed, window
@@ -32,7 +29,7 @@ from .speculation.speculator import Speculator
 from .speculation.verification import NearTies
 from .strategies.lossy import LossyRule, LossySampler
 from .strategies.search import search_steps
-from .strategies.second_reader import ReaderSequence, SecondReader, followed
+from .strategies.second_reader import SecondReader, followed
 from .text.detokenizer import StopMatcher, StreamDecoder
 from .text.infill import InfillTokens
 from .text.token_logprobs import AnswerTokens
@@ -40,65 +37,6 @@ from .text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:  # llguidance is an extra
     from .structure.grammar_state import GrammarState
-
-
-@dataclass(eq=False)
-class CachedSequence:
-    """A token sequence and its KV cache, which never has more slots than there are tokens."""
-
-    bound: BoundGraph
-    token_ids: list[int] = field(default_factory=list)
-    """Tokens whose slots are in the cache, and those after them that have not run yet."""
-    progress: Progress = silent
-    """Receives the progress of reading long prompts."""
-    prefixes: PrefixCache | None = None
-    """Receives the KV cache after one answer; None for a sequence of `LoadedModel.new_sequence`, whose
-    caller keeps it."""
-
-    @property
-    def cache_ids(self) -> Sequence[int]:
-        """The tokens as they are compared with those of other sequences: images by their content."""
-        return keyed_ids(self.token_ids, self.bound.images)
-
-    @property
-    def arena(self) -> KVArena:
-        """The KV cache."""
-        return self.bound.arena
-
-    @contextmanager
-    def lent_to_prefixes(self, request: Request) -> Iterator[None]:
-        """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards.
-
-        Of nested blocks, the outermost one does this.
-        """
-        prefixes, self.prefixes = self.prefixes, None
-        if prefixes is None:
-            yield
-            return
-        prefixes.watch(self)
-        try:
-            yield
-        finally:
-            prefixes.unwatch(self)
-            prefixes.keep(self.arena, self.cache_ids, request.kept_tokens(self.token_ids))
-
-    def steer(self, steering: Steering | None) -> None:
-        """Let passes have an adapter or a control vector from now on; slots that were computed otherwise are dropped.
-
-        Raises:
-            EdgeError: the graph that takes them cannot be loaded.
-        """
-        if steering != self.bound.steering:
-            self.arena.rewind_to(0)
-            self.bound.steered(steering)
-
-    def continue_with(self, prompt_ids: Sequence[int], images: ImagesOfText | None = None) -> int:
-        """Replace the sequence by `prompt_ids`, which have `images` among them; keep and count the cached slots of
-        their common prefix."""
-        kept = shared_tokens(self.cache_ids[: self.arena.length], keyed_ids(prompt_ids, images))
-        self.arena.rewind_to(kept if images is None else images.whole(kept))
-        self.token_ids, self.bound.images = list(prompt_ids), images
-        return self.arena.length
 
 
 class Generation:
@@ -134,7 +72,7 @@ class Generation:
         self._shift = shift
         self._cancelled = cancelled
         self._readers = readers
-        self._sequences: list[ReaderSequence] = [sequence, *(reader.sequence for reader in readers)]
+        self._sequences = [sequence, *(reader.sequence for reader in readers)]
         self._chat = request.chat
         self._speculator: Speculator | None = None
         self._constraint: GrammarState | None = None
@@ -173,7 +111,7 @@ class Generation:
         finish = FinishReason.LENGTH
         with ExitStack() as stack:
             for each in self._sequences:
-                stack.enter_context(each.lent_to_prefixes(request))
+                stack.enter_context(each.lent_to_prefixes(request.kept_tokens))
             speculator = stack.enter_context(self._drafters.answering(request, sequence.arena))
             stack.callback(self.close)
             steps: Generator[Step, None, None] | None = self._decode(speculator)

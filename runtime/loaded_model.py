@@ -17,7 +17,7 @@ from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits
 from .devices.processor import available_memory, default_threads, processor
 from .devices.providers import device_identity
-from .generation import CachedSequence, Generation
+from .generation import Generation
 from .graph.bound_graph import BoundGraph, ImagesOfText, keyed_ids
 from .graph.cache_shift import CacheShift
 from .graph.memory import trim_heap
@@ -30,7 +30,7 @@ from .int8_prompts.prefill_choice import PrefillChoice
 from .kv.arena import KVArena
 from .kv.features import FeatureSlots
 from .kv.parked_cache import can_park
-from .kv.prefix_cache import PrefixCache
+from .kv.prefix_cache import CachedSequence, PrefixCache
 from .kv.prefix_files import PrefixFiles
 from .measure.measurement_store import model_id
 from .options import GenerateOptions, Request, model_defaults

@@ -16,7 +16,7 @@ from ..errors import BundleError, EdgeError, InputError
 from ..models.find import model_name
 from .decode import check_prompt_fits
 from .embedding import checked_token_ids
-from .generation import CachedSequence
+from .kv.prefix_cache import CachedSequence
 from .loaded_model import LoadedModel
 from .options import GenerateOptions
 from .prefill import Cancelled, prefill

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from ...errors import ContextError, InputError
 from ...models.progress import Progress, silent
 from ...runtime.engine import Engine
-from ...runtime.generation import CachedSequence
+from ...runtime.kv.prefix_cache import CachedSequence
 from ...runtime.measure.comparison import Comparison
 from ...runtime.measure.exactness import ExactnessReport
 from ...runtime.options import GenerateOptions

@@ -40,7 +40,6 @@ _MAX_CACHE_BYTES: Final = 512 << 20
 """Largest KV cache to measure with unless --context is given."""
 _DOUBTS: Final = {
     Doubt.BUSY: "other programs used the processor while these costs were measured",
-    Doubt.IMPLAUSIBLE: "a pass cannot cost so much more than a narrower one",
     Doubt.OUTDATED: "passes have since taken something else",
 }
 

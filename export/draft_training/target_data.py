@@ -26,7 +26,7 @@ from ...models.manifest import Architecture, GraphLayout
 from ...models.progress import Progress, silent
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine
-from ...runtime.generation import CachedSequence
+from ...runtime.kv.prefix_cache import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ..check.contract_session import ContractSession

@@ -19,12 +19,13 @@ from ...models.block_diffusion import BlockDiffusion
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
 from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import GraphIO
+from ..kv.prefix_cache import CachedSequence
 from ..prefill import Cancelled
 from ..sampling.logit_stage import Logits
 from ..sampling.logprobs import LogSoftmax, PositionLogprobs
 from ..sampling.sampler import Sampler, SamplingParams
 from ..speculation.rounds import OriginKind, TokenOrigin
-from ..strategies.second_reader import ReaderSequence, ReaderStage, SecondReader
+from ..strategies.second_reader import ReaderStage, SecondReader
 from .block_passes import Block, BlockReader, CausalBlocks, WholeTexts
 from .commit_rules import Candidates, CommitRule, most_confident
 
@@ -46,7 +47,7 @@ log-probabilities if they were asked for."""
 class Guidance(NamedTuple):
     """Classifier-free guidance: the same text is read behind a prompt of masks."""
 
-    sequence: ReaderSequence
+    sequence: CachedSequence
     compared: Callable[[Logits, Logits], Logits]
     """The logits to choose from, given those behind the prompt and behind the masks."""
 

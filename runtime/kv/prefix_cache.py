@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
-from .arena import KVArena
+from ...models.progress import Progress, silent
+from ..graph.bound_graph import BoundGraph, ImagesOfText, Steering, keyed_ids
+from .arena import KVArena, shared_tokens
 from .parked_cache import ParkedCache, can_park
 from .prefix_files import MIN_SHARED, PrefixFiles, TokenIds, common_prefix
 
@@ -24,16 +27,66 @@ _KEPT_BRANCH: Final = 32
 a thousand slots takes less time than computing ten."""
 
 
-class OpenSequence(Protocol):
-    """A sequence that is in use, by a conversation or by an answer: it may be copied from, but not taken over."""
+@dataclass(eq=False)
+class CachedSequence:
+    """A token sequence and its KV cache, which never has more slots than there are tokens."""
+
+    bound: BoundGraph
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens whose slots are in the cache, and those after them that have not run yet."""
+    progress: Progress = silent
+    """Receives the progress of reading long prompts."""
+    prefixes: PrefixCache | None = None
+    """Receives the KV cache after one answer; None for a sequence of `LoadedModel.new_sequence`, whose
+    caller keeps it."""
 
     @property
     def cache_ids(self) -> Sequence[int]:
-        """Its tokens, with what depends on its content in place of every token of an image."""
+        """The tokens as they are compared with those of other sequences: images by their content."""
+        return keyed_ids(self.token_ids, self.bound.images)
 
     @property
     def arena(self) -> KVArena:
-        """The KV cache of the tokens; it may have fewer slots than there are tokens."""
+        """The KV cache."""
+        return self.bound.arena
+
+    @contextmanager
+    def lent_to_prefixes(self, kept_tokens: Callable[[Sequence[int]], int]) -> Iterator[None]:
+        """Let other sequences copy from a single answer's cache during the block, and hand it on afterwards.
+
+        Of nested blocks, the outermost one does this.
+
+        Args:
+            kept_tokens: says of how many of the sequence's first tokens the slots are to be kept on disk.
+        """
+        prefixes, self.prefixes = self.prefixes, None
+        if prefixes is None:
+            yield
+            return
+        prefixes.watch(self)
+        try:
+            yield
+        finally:
+            prefixes.unwatch(self)
+            prefixes.keep(self.arena, self.cache_ids, kept_tokens(self.token_ids))
+
+    def steer(self, steering: Steering | None) -> None:
+        """Let passes have an adapter or a control vector from now on; slots that were computed otherwise are dropped.
+
+        Raises:
+            EdgeError: the graph that takes them cannot be loaded.
+        """
+        if steering != self.bound.steering:
+            self.arena.rewind_to(0)
+            self.bound.steered(steering)
+
+    def continue_with(self, prompt_ids: Sequence[int], images: ImagesOfText | None = None) -> int:
+        """Replace the sequence by `prompt_ids`, which have `images` among them; keep and count the cached slots of
+        their common prefix."""
+        kept = shared_tokens(self.cache_ids[: self.arena.length], keyed_ids(prompt_ids, images))
+        self.arena.rewind_to(kept if images is None else images.whole(kept))
+        self.token_ids, self.bound.images = list(prompt_ids), images
+        return self.arena.length
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +140,7 @@ class PrefixCache:
         self._kept: list[_Kept] = []
         """The sequences of all caches with one budget, the least recently used first."""
         self._by_key: weakref.WeakValueDictionary[Hashable, PrefixCache] = weakref.WeakValueDictionary()
-        self._open: weakref.WeakSet[OpenSequence] = weakref.WeakSet()
+        self._open: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self._open_lock = threading.Lock()
 
     def beside(self, new_arena: Callable[[], KVArena]) -> PrefixCache:
@@ -111,12 +164,12 @@ class PrefixCache:
         """Bytes of the buffers of all kept sequences, of a draft model too."""
         return sum(kept.cache.nbytes for kept in self._kept)
 
-    def watch(self, sequence: OpenSequence) -> None:
+    def watch(self, sequence: CachedSequence) -> None:
         """Let new sequences copy from a sequence that is in use, for as long as it lives or until `unwatch`."""
         with self._open_lock:
             self._open.add(sequence)
 
-    def unwatch(self, sequence: OpenSequence) -> None:
+    def unwatch(self, sequence: CachedSequence) -> None:
         """Copy no more from a sequence."""
         with self._open_lock:
             self._open.discard(sequence)

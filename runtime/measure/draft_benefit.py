@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 from ...errors import InputError
 from ..engine import Engine
 from ..engine_loading import load
-from ..generation import CachedSequence
 from ..graph.bound_graph import BoundGraph
+from ..kv.prefix_cache import CachedSequence
 from ..options import GenerateOptions
 from ..result import Reply, Stats
 from ..speculation.choice import Speculation

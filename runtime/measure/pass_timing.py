@@ -123,12 +123,8 @@ def load_or_measure_pass_cost(
     stored = PASS_COSTS.load(key) if cache else None
     if stored is not None and stored.stairs != _stairs_of(bound, widths):
         stored = None  # of graphs of other widths
-    doubt = None
     if stored is not None:
-        doubt = stored.doubt
-        if doubt is None and stored.measurements == 1 and not all(map(is_plausible, stored.measured.values())):
-            doubt = Doubt.IMPLAUSIBLE
-        if doubt is None or stored.measurements >= _MAX_MEASUREMENTS:
+        if stored.doubt is None or stored.measurements >= _MAX_MEASUREMENTS:
             return stored
         meter = meter or LoadMeter(config.threads)
         meter.wait(_OBSERVED_LOAD_S)
@@ -140,8 +136,6 @@ def load_or_measure_pass_cost(
             seconds_budget=seconds_budget,
             widths=widths,
             threads=config.threads,
-            # What a second measurement finds again is true: a kernel may be that slow.
-            accept_implausible=doubt is Doubt.IMPLAUSIBLE,
             progress=progress,
         )
     if stored is not None:
@@ -174,7 +168,6 @@ def measure_pass_cost(
     widths: Sequence[int] = WIDTHS,
     contexts: Sequence[int] | None = None,
     threads: int = 0,
-    accept_implausible: bool = False,
     progress: Callable[[float], None] = lambda _: None,
 ) -> PassCost:
     """Measure the seconds of a pass by width and context.
@@ -191,7 +184,6 @@ def measure_pass_cost(
         contexts: numbers of filled slots to measure at, none below the arena's length; by default the arena's length,
             or a typical one if that is larger.
         threads: number of threads of the session; 0 for the default.
-        accept_implausible: whether times that look impossible are accepted if the machine was idle.
         progress: receives the fraction done, 0 to 1.
 
     Raises:
@@ -205,8 +197,7 @@ def measure_pass_cost(
     if wanted[0] < length or 1 not in widths:
         raise ValueError(f"contexts {wanted} must not be below {length}, and widths {widths} must contain 1")
     stairs = _stairs_of(bound, widths)
-    measured = {}
-    doubts: list[Doubt] = []
+    measured, busy = {}, False
     try:
         for number, context in enumerate(wanted):
 
@@ -215,14 +206,11 @@ def measure_pass_cost(
 
             arena.reserve(context - arena.length + 1)
             pad_cache(bound, context)
-            measured[context], doubt = _measure(
-                bound, stairs or widths, seconds_budget, threads, accept_implausible, report
-            )
-            if doubt is not None:
-                doubts.append(doubt)
+            measured[context], disturbed = _measure(bound, stairs or widths, seconds_budget, threads, report)
+            busy |= disturbed
     finally:
         arena.rewind_to(length)
-    return PassCost(measured, doubts[0] if doubts else None, stairs=stairs is not None)
+    return PassCost(measured, Doubt.BUSY if busy else None, stairs=stairs is not None)
 
 
 def _stairs_of(bound: BoundGraph, widths: Sequence[int]) -> tuple[int, ...] | None:
@@ -253,12 +241,10 @@ def _measure(
     widths: Sequence[int],
     seconds_budget: float,
     threads: int,
-    accept_implausible: bool,
     progress: Callable[[float], None],
-) -> tuple[dict[int, float], Doubt | None]:
-    """Return the seconds by width at the arena's length, of several attempts if other programs disturb them."""
+) -> tuple[dict[int, float], bool]:
+    """Return the seconds by width at the arena's length, and whether other programs disturbed every attempt."""
     times: dict[int, float] = {}
-    doubt: Doubt | None = None
     started, budget = time.perf_counter(), seconds_budget
     for attempt in range(_ATTEMPTS):
 
@@ -268,18 +254,15 @@ def _measure(
         if attempt == 1:
             budget = min(seconds_budget, time.perf_counter() - started) / (_ATTEMPTS - 1)
         found, busy = _attempt(bound, widths, budget, threads, _PAUSE_S if attempt else 0.0, report)
-        if busy:
-            doubt = Doubt.BUSY
-        elif accept_implausible or is_plausible(found):
-            times, doubt = found, None
-            break
-        elif doubt is None:
-            doubt = Doubt.IMPLAUSIBLE
+        # Not every system tells what other programs do.
+        if not busy and is_plausible(found):
+            progress(1.0)
+            return found, False
         times |= {width: min(seconds, times.get(width, seconds)) for width, seconds in found.items()}
         if found[1] > _SLOW_PASS_S:
             break
     progress(1.0)
-    return times, doubt
+    return times, True
 
 
 def _attempt(

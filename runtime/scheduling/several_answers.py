@@ -17,8 +17,8 @@ from threading import Event
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
 from ..decode import FinishReason
-from ..generation import CachedSequence
 from ..graph.shared_passes import SharedPasses
+from ..kv.prefix_cache import CachedSequence
 from ..options import GenerateOptions, Request
 from ..overflow import Overflow
 from ..result import AnswerCandidate, BestOf, Chunk, Stats
@@ -196,7 +196,7 @@ class PromptAnswers:
         """Generate the answers that the request wants; every chunk says which one it belongs to."""
         request, sequence = self._request, self._sequence
         options = request.options
-        with sequence.lent_to_prefixes(request):
+        with sequence.lent_to_prefixes(request.kept_tokens):
             if isinstance(request.search, RankingSearch):
                 for index in range(options.n):
                     for chunk in self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket)):

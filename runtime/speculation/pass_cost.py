@@ -63,9 +63,7 @@ class Doubt(StrEnum):
     """Why the costs may be wrong."""
 
     BUSY = "busy"
-    """Other programs used the processor while they were measured."""
-    IMPLAUSIBLE = "implausible"
-    """A pass costs more than passes of single tokens would, or less than a narrower one."""
+    """Other programs used the processor while they were measured, or what was measured cannot be otherwise."""
     OUTDATED = "outdated"
     """Passes on an idle machine took something else."""
 

@@ -16,11 +16,10 @@ from ...models.find import find_model
 from ...models.pairing import vocabulary_difference
 from ...models.progress import Progress
 from ..arguments.argument_types import option
-from ..generation import CachedSequence
 from ..graph.open_graph import open_graph
 from ..graph.session import SessionConfig
 from ..kv.arena import KVArena
-from ..kv.prefix_cache import PrefixCache
+from ..kv.prefix_cache import CachedSequence, PrefixCache
 from ..options import GenerateOptions
 from ..sampling.logit_stage import Logits, LogitStage, Weights, log_softmax
 from ..speculation.draft_loading import DraftTarget

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
 from ...errors import InputError
-from ...models.progress import Progress
 from ..decode import check_prompt_fits
 from ..graph.bound_graph import BoundGraph, NewTokens
 from ..graph.graph_io import Floats
+from ..kv.prefix_cache import CachedSequence
 from ..prefill import prefill
 from ..sampling.logit_stage import Logits, LogitStage
 
@@ -34,23 +33,6 @@ LEAST: Final = -1e4
 """Stands for the log-probability of what cannot be, where minus infinity has no difference from itself."""
 
 
-class ReaderSequence(Protocol):
-    """The sequence and KV cache of a reader: a `CachedSequence`."""
-
-    bound: BoundGraph
-    token_ids: list[int]
-
-    @property
-    def progress(self) -> Progress:
-        """Receives the progress of reading long prompts."""
-
-    def continue_with(self, prompt_ids: Sequence[int], /) -> int:
-        """Replace the sequence; keep and count the cached slots of the common prefix."""
-
-    def lent_to_prefixes(self, request: Request, /) -> AbstractContextManager[None]:
-        """Let others copy from the cache during a block, and hand it on afterwards."""
-
-
 class SecondReader:
     """Reads the tokens of one answer behind a prompt of its own.
 
@@ -63,7 +45,7 @@ class SecondReader:
 
     def __init__(
         self,
-        sequence: ReaderSequence,
+        sequence: CachedSequence,
         prompt_ids: Sequence[int],
         prompt_length: int,
         cancelled: Callable[[], bool],
@@ -214,7 +196,7 @@ def with_second_prompts(request: Request, tokenizer: TextTokenizer, context: int
     return replace(request, second_prompts=prompts, options=replace(request.options, max_tokens=room))
 
 
-NewSequence: TypeAlias = Callable[[Sequence[int], "GenerateOptions"], ReaderSequence]
+NewSequence: TypeAlias = Callable[[Sequence[int], "GenerateOptions"], CachedSequence]
 """Makes a sequence for a prompt, with what earlier ones have of it in its cache."""
 
 
