@@ -31,7 +31,7 @@ import edgerun
 from artifacts import bundle
 from edgerun import Engine
 from edgerun.runtime.graph.bound_graph import BoundGraph
-from edgerun.runtime.measure.logit_quality import LogitQuality, measure_cache_quality
+from edgerun.runtime.measure.logit_quality import LogitQuality, measure_quality
 from edgerun.runtime.measure.self_text import sample_texts
 from edgerun.runtime.measure.system_load import LoadMeter
 from edgerun.runtime.prefill import prefill
@@ -136,7 +136,7 @@ def trained(path: Path, kv: str, tokens: int) -> LogitQuality:
     """Compare a quantized cache of a trained model with its float cache over texts that it writes."""
     with edgerun.load(path, kv=kv, draft=None) as engine:
         texts = [text.tolist() for text in sample_texts(path, tokens, min(512, engine.context - 1), 99)]
-        return measure_cache_quality(engine.model.new_sequence().bound, engine.model.with_float_cache(), texts)
+        return measure_quality(engine.model.new_sequence().bound, engine.model.with_float_cache(), texts)
 
 
 def show(at_contexts: Sequence[AtContext], memories: Mapping[str, Sequence[CacheMemory]]) -> None:

@@ -20,7 +20,7 @@ from ..runtime.graph.quantized_cache import key_rotations
 from ..runtime.graph.session import GraphSession, SessionConfig
 from ..runtime.measure.bundle_timing import BundleTimer
 from ..runtime.measure.cache_calibration import calibrated_scales
-from ..runtime.measure.logit_quality import measure_cache_quality
+from ..runtime.measure.logit_quality import measure_quality
 from ..runtime.measure.measurement_store import describe_machine
 from ..runtime.text.turn_markers import TokenArray
 from .allocation.allocate import SENSITIVITY_WORK, measured_tokens
@@ -266,7 +266,7 @@ def store_cache_scales(folder: Path, text: CalibrationText) -> str:
     change_manifest(folder, [CACHE_SCALES_NAME])
     quantized = GraphSession(bundle.graph, replace(config, kv_scales=scales))
     compared = [part.tolist() for part in _first(text.held_out, _COMPARED_TOKENS, context)]
-    quality = measure_cache_quality(quantized.bind(quantized.arena(context)), bound, compared)
+    quality = measure_quality(quantized.bind(quantized.arena(context)), bound, compared)
     return (
         f"With --kv int8 the mean KL from a float cache is {quality.mean_kl:#.3g}, and the most likely token the same "
         f"at {quality.top1_agreement:.1%} of {quality.positions} held-out tokens."

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final, TypeVar
@@ -60,6 +60,29 @@ def remove(path: Path) -> None:
                 path.unlink()
 
     _patiently(attempt)
+
+
+def remove_oldest(sizes: Mapping[Path, int], most: int, discard: Callable[[Path], object]) -> None:
+    """Remove the least recently used of some files or folders until all together have at most a size.
+
+    Other processes may remove some meanwhile. What the system refuses to remove stays.
+
+    Args:
+        sizes: the size of each.
+        most: largest sum of the sizes.
+        discard: removes one.
+    """
+    total, used = sum(sizes.values()), dict.fromkeys(sizes, 0.0)
+    for path in sizes:
+        with suppress(OSError):
+            used[path] = path.stat().st_mtime
+    for path in sorted(sizes, key=used.__getitem__):
+        if total <= most:
+            break
+        with suppress(OSError):
+            discard(path)
+        if not os.path.lexists(path):
+            total -= sizes[path]
 
 
 def exchange(first: Path, second: Path) -> bool:

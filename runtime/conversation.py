@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Final, TypeAlias, Unpack
 
@@ -287,7 +288,7 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
 
 
 def _numbered(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> tuple[npt.NDArray[Any], ...]:
-    return tuple(arrays[name] for name in sorted(arrays) if name.startswith(prefix))
+    return tuple(map(arrays.__getitem__, takewhile(arrays.__contains__, (f"{prefix}{number}" for number in count()))))
 
 
 def _require_model(about: Mapping[str, Any], path: Path, bundle: Bundle) -> None:

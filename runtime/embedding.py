@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
@@ -16,9 +15,7 @@ from ..models.find import model_name
 from .graph.bound_graph import BoundGraph
 from .loaded_model import LoadedModel
 from .prefill import PREFILL_TOKENS
-
-Turn = Callable[[], AbstractContextManager[None]]
-"""A context in which no answer of the engine runs a pass."""
+from .scheduling.request_queue import RequestQueue
 
 _MODES: Final[Mapping[str, str]] = {
     "pooling_mode_lasttoken": "lasttoken",
@@ -59,14 +56,13 @@ def pooling_of(bundle: Bundle, supported: Sequence[str] = DECODER_POOLING) -> st
 
 
 def embed_texts(
-    model: LoadedModel, texts: Sequence[str | Sequence[int]], turn: Turn, cancelled: Callable[[], bool]
+    model: LoadedModel, texts: Sequence[str | Sequence[int]], cancelled: Callable[[], bool]
 ) -> npt.NDArray[np.float32]:
     """Embed texts; see `Engine.embed`.
 
     Args:
         model: the model, whose graph gives hidden states.
         texts: the texts, or their token ids.
-        turn: entered for every forward pass.
         cancelled: called before every forward pass.
     """
     size = model.graph_io.hidden_size
@@ -81,7 +77,9 @@ def embed_texts(
     if not prompts:
         return np.empty((0, size), np.float32)
     bound = model.new_sequence(hidden_states=True).bound
-    return np.stack([unit_vector(_pooled(bound, token_ids, turn, cancelled, mean=mean)) for token_ids in prompts])
+    return np.stack(
+        [unit_vector(_pooled(bound, token_ids, model.queue, cancelled, mean=mean)) for token_ids in prompts]
+    )
 
 
 def checked_token_ids(
@@ -120,7 +118,7 @@ def unit_vector(vector: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float32
 
 
 def _pooled(
-    bound: BoundGraph, token_ids: Sequence[int], turn: Turn, cancelled: Callable[[], bool], *, mean: bool
+    bound: BoundGraph, token_ids: Sequence[int], queue: RequestQueue, cancelled: Callable[[], bool], *, mean: bool
 ) -> npt.NDArray[np.floating[Any]]:
     """The pooled hidden states `[d]` of a text.
 
@@ -139,7 +137,7 @@ def _pooled(
         chunk = token_ids[arena.length : arena.length + width]
         # A graph that selects positions gives hidden states, like logits, of the selected ones only.
         wanted = range(len(chunk)) if mean else (len(chunk) - 1,)
-        with turn():
+        with queue.turn():
             hidden = bound.hidden_states(chunk, wanted)
             arena.commit(len(chunk))
         if mean:

@@ -292,7 +292,7 @@ class Engine:
             InputError: the graph does not give hidden states (export it with --hidden-states), a text is empty, or the
                 model wants another pooling.
         """
-        return embed_texts(self.model, texts, self.model.queue.turn, cancelled)
+        return embed_texts(self.model, texts, cancelled)
 
     @checked_arguments
     def rank(

@@ -288,7 +288,9 @@ class LoadedModel:
         def generate(ticket: Ticket) -> Chunks:
             if options.candidates > 1:
                 continued = self.continued_prefix(request.prompt_ids, options, request.images)
-                return PromptAnswers(self, request, continued, ticket).chunks()
+                at_once = 1 if isinstance(self.shared_passes, str) else self.queue.parallel
+                answers = PromptAnswers(self.queue, at_once, self.generate, self.forked, request, continued, ticket)
+                return answers.chunks()
             return self.generate(sequence, request, partial(self.queue.yield_turn, ticket))
 
         return AnswerStream(

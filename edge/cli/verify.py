@@ -19,7 +19,7 @@ from ...runtime.engine import Engine
 from ...runtime.engine_loading import load as open_model
 from ...runtime.kv.cache_scales import KVFormat
 from ...runtime.measure.exactness import ComparisonCounts, Counterexample, ExactnessReport
-from ...runtime.measure.logit_quality import LogitQuality, measure_cache_quality
+from ...runtime.measure.logit_quality import LogitQuality, measure_quality
 from ...runtime.prefill import PrefillMode
 from ..terminal.output import SafeConsole, write_json
 from .shared_options import AsJson, ModelArgument, OptionsOf, Prompts, takes_options
@@ -77,7 +77,7 @@ def verify(
         with ProgressDisplay() as progress:
             report, texts = compare_texts(engine, conversations, max_tokens, progress)
             if load.kv != KVFormat.FLOAT:
-                quality[f"{load.kv} cache"] = measure_cache_quality(
+                quality[f"{load.kv} cache"] = measure_quality(
                     engine.new_sequence().bound,
                     engine.with_float_cache(),
                     texts,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,7 @@ class BoundSession(BoundGraph):
     """
 
     pages = MappedPages()
+    _logits_type: ClassVar = LogitsOutput
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class BoundSession(BoundGraph):
             self._by_window.setdefault(tensor.window, []).append(index)
         self.use(arena)
         self._inputs: Final = PassInputs(self._io, graph_io)
-        self._logits: LogitsOutput = self._logits_output()
+        self._logits = self._logits_type(self._io, graph_io, self._inputs)
         self._hidden: Final = TokenOutput(self._io, graph_io.hidden_states, graph_io.logits) if hidden_states else None
         features = graph_io.draft_features or (None if arena.features is None else graph_io.hidden_states)
         self._features: Final = None if features is None else TokenOutput(self._io, features, graph_io.logits)
@@ -242,9 +243,6 @@ class BoundSession(BoundGraph):
         self._logits.bind_to(io)
         if self._hidden is not None:
             self._hidden.bind_to(io)
-
-    def _logits_output(self) -> LogitsOutput:
-        return LogitsOutput(self._io, self.graph_io, self._inputs)
 
     def _bind_cache(self, width: int) -> None:
         in_place = self._in_place

@@ -89,6 +89,7 @@ class DeviceSession(BoundSession):
     """A `BoundSession` on a device, whose lock its passes hold."""
 
     _logits: DeviceLogits
+    _logits_type = DeviceLogits
 
     def __init__(
         self,
@@ -128,9 +129,6 @@ class DeviceSession(BoundSession):
         self._inputs.bind_copied()
         self._logits.bind_copied()
         super()._run_session()
-
-    def _logits_output(self) -> DeviceLogits:
-        return DeviceLogits(self._io, self.graph_io, self._inputs)
 
     def _cache_values(self, buffers: CacheBuffers, members: Sequence[int], first: int) -> Sequence[ort.OrtValue]:
         if isinstance(buffers, DeviceBuffers):

@@ -28,6 +28,7 @@ from typing import BinaryIO, Final
 from ...errors import BundleError
 from ...models.atomic import discard_folder, folder_written_atomically
 from ...models.bundle import GRAPH_NAME, Bundle, digest_file
+from ...models.file_system import remove_oldest
 from ...models.json_file import read_json_object
 from ...models.onnx_file.model_messages import EXTERNAL, Message, read_model
 from ...models.user_folders import cache_folder
@@ -75,7 +76,7 @@ def is_intact(folder: Path) -> bool:
             with suppress(OSError):  # a cache that may only be read
                 os.utime(folder)
             return True
-    except (OSError, BundleError):
+    except (OSError, ValueError, BundleError):  # an empty file cannot be mapped
         discard_folder(folder)
     return False
 
@@ -207,12 +208,7 @@ def _make_room(parent: Path, needed: int) -> None:
     entries = [entry for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     kept = [entry for entry in entries if (entry / RECORD_NAME).is_file() or not discard_folder(entry)]
     sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in kept}
-    total = sum(sizes.values())
-    for entry in sorted(kept, key=lambda entry: entry.stat().st_mtime):
-        if total + needed <= _MAX_CACHE_BYTES:
-            return
-        if discard_folder(entry):
-            total -= sizes[entry]
+    remove_oldest(sizes, _MAX_CACHE_BYTES - needed, discard_folder)
 
 
 def write_prepacked(graph: Path, destination: Path) -> None:

@@ -42,15 +42,6 @@ class ProbeResult:
     logits_mode: LogitsMode
     supports_wide_passes: bool
 
-    def apply_to(self, graph_io: GraphIO) -> GraphIO:
-        """Replace what was assumed of the graph by what the probe showed."""
-        return replace(
-            graph_io,
-            cache_mode=self.cache_mode,
-            logits_mode=self.logits_mode,
-            supports_wide_passes=self.supports_wide_passes,
-        )
-
 
 def probe(graph_io: GraphIO, bind: BindGraph, where: str, *, may_be_in_place: bool, shared_scales: bool) -> ProbeResult:
     """Run a graph to find out its cache mode, its logits mode, and whether it supports wide passes.

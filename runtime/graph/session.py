@@ -172,7 +172,7 @@ class GraphSession(DecoderGraph):
             what = f"{graph} keeps states ({graph_io.states[0].past}), which works on the CPU alone, not on {device}"
             raise BundleError(what, "add --device cpu")
         self.probe_result = metadata.probe_result or self._probed(graph_io, metadata, str(graph))
-        self.graph_io = graph_io if self.probe_result is None else self.probe_result.apply_to(graph_io)
+        self.graph_io = graph_io if self.probe_result is None else replace(graph_io, **vars(self.probe_result))
         if config.kv_scales is not None:
             others = [each.past for each in self.graph_io.cache if each.tensor_type.dtype != config.kv.dtype]
             if others or self.graph_io.cache_mode is not CacheMode.IN_PLACE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Final
 
 from ...errors import BundleError, InputError
@@ -169,7 +170,7 @@ class PrefillChoice:
             BundleError: the model is damaged.
             EdgeError: ONNX Runtime failed.
         """
-        from ..measure.logit_quality import KL_LIMIT, measure_int8_quality, quality_prompts  # noqa: PLC0415 -- see `_write`
+        from ..measure.logit_quality import KL_LIMIT, measure_quality, quality_prompts  # noqa: PLC0415 -- see `_write`
         from .int8_graph_files import int8_graph_plan  # noqa: PLC0415 -- see `_write`
 
         prompt, graphs = self._prompt, self._graphs
@@ -192,10 +193,11 @@ class PrefillChoice:
         plain.prefers_base, int8.preferred = True, prompt.name
         if earlier is None:
             prompts, times = quality_prompts(self._tokenizer), GraphTimes()
-            kl = measure_int8_quality(int8, plain, prompts, lambda fraction: progress(CHECKING, fraction)).mean_kl
+            checking = partial(progress, CHECKING)
+            kl = measure_quality(int8, plain, prompts, checking, prompts=True).mean_kl
         else:  # only its times are doubtful
             kl, times = earlier.mean_kl, deepcopy(earlier.times)
-        measure_prompt_speed(plain, int8, times, self._config.threads, lambda fraction: progress(TIMING, fraction))
+        measure_prompt_speed(plain, int8, times, self._config.threads, partial(progress, TIMING))
         obstacle = None if times.seconds else f"a context of {self._context} tokens is too short"
         prompt.keep(PromptChoice(obstacle, times, kl, KL_LIMIT))
         if prompt.refusal is not None:

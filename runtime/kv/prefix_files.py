@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ...errors import ContextError
 from ...models.array_file import map_arrays
 from ...models.atomic import remove_abandoned_files, write_atomically
+from ...models.file_system import remove_oldest
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from .arena import KVArena
@@ -323,20 +324,13 @@ def _make_room(root: Path, needed: int, most: int) -> None:
     """
     if needed > most:
         raise OSError(f"it takes {format_bytes(needed)}, and the limit is {format_bytes(most)}")
-    found: list[tuple[float, int, Path]] = []
+    sizes: dict[Path, int] = {}
     for folder in [entry for entry in root.iterdir() if entry.is_dir()]:
         remove_abandoned_files(folder)
         for path in folder.glob(f"*{_SUFFIX}"):
             with suppress(FileNotFoundError):
-                status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total + needed <= most:
-            break
-        with suppress(OSError):
-            path.unlink()
-            total -= size
+                sizes[path] = path.stat().st_size
+    remove_oldest(sizes, most - needed, Path.unlink)
     if shutil.disk_usage(root).free < 2 * needed:
         raise OSError("too little free space on the disk")
 

@@ -49,28 +49,52 @@ class LogitQuality:
     """Number of tokens of the longest text."""
 
 
-def measure_cache_quality(
-    quantized: BoundGraph,
+def measure_quality(
+    changed: BoundGraph,
     reference: BoundGraph,
     texts: Sequence[Sequence[int]],
     progress: Callable[[float], None] = lambda _: None,
+    *,
+    prompts: bool = False,
 ) -> LogitQuality:
-    """Compare the logits of two graphs, which differ in their caches, at every position of texts.
+    """Compare the logits of two graphs over texts.
 
     Args:
-        quantized: the graph with a quantized cache, whose contents are lost.
-        reference: the same with a float cache, whose contents are lost.
+        changed: the graph with a quantized cache, or the int8 prompt graph; its cache's contents are lost.
+        reference: the model's own graph with a float cache, whose contents are lost.
         texts: token ids, at least one text; those longer than the context are cut.
-        progress: receives the fraction done, 0 to 1.
+        progress: receives the fraction done, 0 to 1, before every pass; what it raises ends the comparison.
+        prompts: whether both read prompts only, after which the reference goes on, over whose cache `changed` runs from
+            now on. The last 64 tokens of a text, or half of a shorter one, are those after the prompt; a text has at
+            least two tokens. Otherwise the logits at every position are compared.
 
     Raises:
         EdgeError: ONNX Runtime failed.
         ValueError: there is no text.
     """
-    limit = min(quantized.arena.limit, reference.arena.limit)
-    cut = [list(text[:limit]) for text in texts if len(text)]
-    expected, found = (partial(_logits, each, each, 0) for each in (reference, quantized))
-    return _quality(cut, expected, found, progress)
+    if prompts:
+        changed.use(reference.arena)
+    limit = min(changed.arena.limit, reference.arena.limit)
+    # Nothing is predicted after the last token, and the own graph reads the last one of a prompt.
+    cut = [list(text[:limit])[: -1 if prompts else None] for text in texts]
+    cut = [text for text in cut if text]
+    if not cut:
+        raise ValueError("there is no text to compare on")
+    kl: list[float] = []
+    agrees: list[bool] = []
+    for number, text in enumerate(cut):
+        step = partial(progress, number / len(cut))
+        start = len(text) - min(_NEXT_TOKENS, (len(text) + 1) // 2) if prompts else 0
+        expected: Iterable[npt.NDArray[Any]] = _logits(reference, reference, start, text, step)
+        if prompts:  # over one cache, so one after the other
+            expected = list(expected)
+        for pair in zip(expected, _logits(changed, reference if prompts else changed, start, text, step), strict=True):
+            right, wrong = (log_softmax(each.astype(np.float64)) for each in pair)
+            kl += (np.exp(right) * (right - wrong)).sum(axis=-1).tolist()
+            agrees += (right.argmax(axis=-1) == wrong.argmax(axis=-1)).tolist()
+    progress(1.0)
+    p99 = float(np.quantile(kl, 0.99))
+    return LogitQuality(float(np.mean(kl)), p99, float(np.mean(agrees)), len(kl), max(map(len, cut)))
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -100,35 +124,6 @@ def quality_prompts(tokenizer: TextTokenizer) -> list[list[int]]:
     return [piece for piece in pieces if len(piece) > 1][:PROMPTS]
 
 
-def measure_int8_quality(
-    int8: BoundGraph,
-    plain: BoundGraph,
-    prompts: Sequence[Sequence[int]],
-    progress: Callable[[float], None] = lambda _: None,
-) -> LogitQuality:
-    """Compare an int8 graph with the model's own graph.
-
-    Args:
-        int8: the int8 graph, which runs over the cache of the other one from now on.
-        plain: the model's own graph, whose cache's contents are lost.
-        prompts: texts as token ids, at least one of two tokens; those longer than the context are cut. Of each, the
-            last 64 tokens, or half of a shorter one, are those after the prompt.
-        progress: receives the fraction done, 0 to 1, before every pass; what it raises ends the comparison.
-
-    Raises:
-        EdgeError: ONNX Runtime failed.
-        ValueError: there is no prompt.
-    """
-    int8.use(plain.arena)
-    # Nothing is predicted after the last token, and the own graph reads the last one of a prompt.
-    texts = [list(text[: plain.arena.limit])[:-1] for text in prompts if len(text[: plain.arena.limit]) > 1]
-
-    def logits(reader: BoundGraph, text: Sequence[int], step: Callable[[], None]) -> list[npt.NDArray[Any]]:
-        return [*_logits(reader, plain, len(text) - min(_NEXT_TOKENS, (len(text) + 1) // 2), text, step)]
-
-    return _quality(texts, partial(logits, plain), partial(logits, int8), progress)
-
-
 def _logits(
     reader: BoundGraph, plain: BoundGraph, start: int, text: Sequence[int], step: Callable[[], None]
 ) -> Iterator[npt.NDArray[Any]]:
@@ -151,25 +146,3 @@ def _logits(
         arena.commit(len(logits))
         yield logits.copy()
     arena.rewind_to(0)
-
-
-def _quality(
-    texts: Sequence[Sequence[int]],
-    expected: Callable[[Sequence[int], Callable[[], None]], Iterable[npt.NDArray[Any]]],
-    found: Callable[[Sequence[int], Callable[[], None]], Iterable[npt.NDArray[Any]]],
-    progress: Callable[[float], None],
-) -> LogitQuality:
-    """Compare what two functions give for each text, which they call with a function to call before every pass."""
-    if not texts:
-        raise ValueError("there is no text to compare on")
-    kl: list[float] = []
-    agrees: list[bool] = []
-    for number, text in enumerate(texts):
-        step = partial(progress, number / len(texts))
-        for pair in zip(expected(text, step), found(text, step), strict=True):
-            right, wrong = (log_softmax(each.astype(np.float64)) for each in pair)
-            kl += (np.exp(right) * (right - wrong)).sum(axis=-1).tolist()
-            agrees += (right.argmax(axis=-1) == wrong.argmax(axis=-1)).tolist()
-    progress(1.0)
-    p99 = float(np.quantile(kl, 0.99))
-    return LogitQuality(float(np.mean(kl)), p99, float(np.mean(agrees)), len(kl), max(map(len, texts)))

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from ...models.atomic import write_atomically
 from ...models.bundle import Bundle
-from ...models.file_system import remove
+from ...models.file_system import remove, remove_oldest
 from ...models.json_file import parse_json_object, record_from_json
 from ...models.regular_file import MAX_JSON_BYTES, read_regular
 from ...models.user_folders import cache_folder, make_private
@@ -85,8 +85,7 @@ class MeasurementStore(Generic[MeasurementT]):
         try:
             content = json.dumps(self.to_json(measurement), indent=1).encode()
             write_atomically(file, content, private=True)
-            for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MAX_FILES]:
-                remove(old)
+            remove_oldest(dict.fromkeys(file.parent.glob("*.json"), 1), _MAX_FILES, remove)
         except OSError:
             return None
         return file

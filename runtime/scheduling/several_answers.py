@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Final, Generic, Protocol, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from ..decode import FinishReason
-from ..graph.shared_passes import SharedPasses
 from ..kv.prefix_cache import CachedSequence
 from ..options import GenerateOptions, Request
 from ..overflow import Overflow
@@ -151,58 +150,43 @@ class _Together(Generic[Item]):
                 items.close()
 
 
-class AnsweringModel(Protocol):
-    """What generating several answers uses of a `LoadedModel`."""
-
-    @property
-    def queue(self) -> RequestQueue:
-        """The queue of the engine."""
-
-    @property
-    def shared_passes(self) -> SharedPasses | str:
-        """What runs the passes of simultaneous answers; if they take turns, why."""
-
-    def generate(self, sequence: CachedSequence | None, request: Request, cancelled: Callable[[], bool]) -> Chunks:
-        """Generate an answer."""
-
-    def forked(self, sequence: CachedSequence, slots: int) -> CachedSequence:
-        """A new sequence with a copy of the first slots of another."""
-
-
+@dataclass(eq=False)
 class PromptAnswers:
-    """The answers to one prompt, which differ in their seeds.
+    """The answers to one prompt, which differ in their seeds."""
 
-    Args:
-        model: generates them.
-        request: the prompt, and how many answers.
-        sequence: the cache of the first one, which reads the prompt.
-        ticket: the request's entry in the queue.
-    """
+    queue: RequestQueue
+    at_once: int
+    """Number of answers that are generated at a time."""
+    generate: Callable[[CachedSequence | None, Request, Callable[[], bool]], Chunks]
+    """Generates an answer; see `LoadedModel.generate`."""
+    forked: Callable[[CachedSequence, int], CachedSequence]
+    """Makes a new sequence with a copy of the first slots of another."""
+    request: Request
+    """The prompt, and how many answers."""
+    sequence: CachedSequence
+    """The cache of the first answer, which reads the prompt."""
+    ticket: Ticket
+    """The request's entry in the queue."""
 
-    def __init__(self, model: AnsweringModel, request: Request, sequence: CachedSequence, ticket: Ticket) -> None:
-        self._model: Final = model
-        self._request: Final = request
-        self._sequence: Final = sequence
-        self._ticket: Final = ticket
+    def __post_init__(self) -> None:
         self._prompt: CachedSequence | None = None
         """A copy of the prompt's slots, from which all but the first answer begin."""
-        self._is_read: Final = Event()
-        first, count = request.sampling.seed, request.options.candidates
-        self.seeds: Final = [(first + index) % (1 << 64) for index in range(count)]
-        self._takers: Final = [TurnTaker(steady=True) for _ in self.seeds]
-        self._at_once: Final = 1 if isinstance(model.shared_passes, str) else model.queue.parallel
+        self._is_read = Event()
+        first, count = self.request.sampling.seed, self.request.options.candidates
+        self.seeds = [(first + index) % (1 << 64) for index in range(count)]
+        self._takers = [TurnTaker(steady=True) for _ in self.seeds]
 
     def chunks(self) -> Chunks:
         """Generate the answers that the request wants; every chunk says which one it belongs to."""
-        request, sequence = self._request, self._sequence
+        request, sequence = self.request, self.sequence
         options = request.options
         with sequence.lent_to_prefixes(request.kept_tokens):
             if isinstance(request.search, RankingSearch):
                 for index in range(options.n):
-                    for chunk in self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket)):
+                    for chunk in self.generate(sequence, request, partial(self._is_cancelled, -1, self.ticket)):
                         yield replace(chunk, index=index)
             elif request.sampling.greedy and not options.branch:
-                one = self._model.generate(sequence, request, partial(self._is_cancelled, -1, self._ticket))
+                one = self.generate(sequence, request, partial(self._is_cancelled, -1, self.ticket))
                 yield from repeated(one, options.n)
             elif options.ranked:
                 most_tokens = options.max_tokens
@@ -219,34 +203,34 @@ class PromptAnswers:
     def together(self, start: Start) -> Generator[tuple[int, Chunk], None, None]:
         """Generate all answers, each begun by `start`; yields chunks and the indices of their answers as they come."""
         starts = [partial(start, index) for index in range(len(self.seeds))]
-        return run_together(self._model.queue, starts, self._takers, self._at_once, self._is_read)
+        return run_together(self.queue, starts, self._takers, self.at_once, self._is_read)
 
     def start(self, index: int, taker: TurnTaker) -> Chunks:
         """Generate the answer of an index."""
-        request = self._request
+        request = self.request
         rank = index if request.options.branch else None
         seeded = replace(request, sampling=replace(request.sampling, seed=self.seeds[index]), rank=rank)
-        sequence, prompt = self._sequence, self._prompt
+        sequence, prompt = self.sequence, self._prompt
         if index and prompt is not None:
-            sequence = self._model.forked(prompt, prompt.arena.length)
-        yield from self._model.generate(sequence, seeded, partial(self._is_cancelled, index, taker))
+            sequence = self.forked(prompt, prompt.arena.length)
+        yield from self.generate(sequence, seeded, partial(self._is_cancelled, index, taker))
         self._copy_prompt()
 
     def _copy_prompt(self) -> None:
         if self._prompt is None:
-            arena = self._sequence.arena
-            self._prompt = self._model.forked(self._sequence, min(arena.last_prefill[0], arena.length))
-            self._model.queue.expect(self._takers[1 : self._at_once])
+            arena = self.sequence.arena
+            self._prompt = self.forked(self.sequence, min(arena.last_prefill[0], arena.length))
+            self.queue.expect(self._takers[1 : self.at_once])
             self._is_read.set()
 
     def _is_cancelled(self, index: int, taker: TurnTaker) -> bool:
         """Give up the turn before a pass of an answer, or of one that stands for all if its index is negative."""
-        if not index and self._sequence.arena.length >= len(self._request.prompt_ids):
+        if not index and self.sequence.arena.length >= len(self.request.prompt_ids):
             self._copy_prompt()
-        options = self._request.options
+        options = self.request.options
         mine = (index,) if not options.ranked and index >= 0 else range(options.n)
-        ended = self._ticket.cancelled or not self._ticket.ended.isdisjoint(mine)
-        return self._model.queue.yield_turn(taker) or ended
+        ended = self.ticket.cancelled or not self.ticket.ended.isdisjoint(mine)
+        return self.queue.yield_turn(taker) or ended
 
 
 def repeated(generated: Chunks, count: int) -> Chunks:

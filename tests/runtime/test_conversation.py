@@ -21,6 +21,7 @@ from edgerun import (
     InputError,
     Session,
 )
+from edgerun.runtime import conversation
 from edgerun.runtime.kv.arena import KVArena
 from edgerun.runtime.speculation.choice import Speculation
 from support.tiny_models import write_bundle
@@ -116,6 +117,11 @@ def test_a_resumed_conversation_continues_as_the_saved_one(engine: Engine, tiny_
         assert reply.stats.reused_tokens == expected.stats.reused_tokens
         resumed.reset()
         assert resumed.messages == [{"role": "system", "content": "s"}]
+
+
+def test_caches_of_more_than_ten_kinds_of_tensors_keep_their_order() -> None:
+    arrays = {f"rows.{kind}": np.array([kind]) for kind in range(12)}
+    assert np.concatenate(conversation._numbered(arrays, "rows.")).tolist() == list(range(12))
 
 
 def cached(engine: Engine, chat: Session) -> KVArena:

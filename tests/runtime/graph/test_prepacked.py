@@ -86,7 +86,7 @@ def test_prepacked_once_per_model_runtime_version_and_processor(
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "digests.json"])
-@pytest.mark.parametrize("damage", ["changed", "missing"])
+@pytest.mark.parametrize("damage", ["changed", "missing", "empty"])
 def test_damaged_copy_is_removed_and_written_again(bundle: Path, cache: Path, name: str, damage: str) -> None:
     file = graph_to_load(bundle).parent / name
     if damage == "missing":
@@ -94,7 +94,7 @@ def test_damaged_copy_is_removed_and_written_again(bundle: Path, cache: Path, na
     else:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+        file.write_bytes(b"" if damage == "empty" else data)
     assert graph_to_load(bundle).parent.parent == cache
     assert verify_prepacked(open_bundle(bundle))
 

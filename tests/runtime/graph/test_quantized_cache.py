@@ -29,7 +29,7 @@ from edgerun.runtime.measure.cache_calibration import (
     calibrated_scales,
     with_quantized_kv,
 )
-from edgerun.runtime.measure.logit_quality import measure_cache_quality
+from edgerun.runtime.measure.logit_quality import measure_quality
 from edgerun.runtime.speculation.choice import Speculation
 from edgerun.runtime.speculation.tree import Source, Tree
 from support.shared_data import data_path
@@ -139,7 +139,7 @@ def test_logits_differ_little_from_those_with_a_float_cache(
     bound = bound_to(bundle, scales_of(bundle, [TEXT]).of_format(kv))
     assert {each.dtype for each in bound.graph_io.tensor_types} == {kv.dtype}
     assert {each.dtype for each in bound.graph_io.state_types} <= {np.dtype(np.float32)}
-    quality = measure_cache_quality(bound, bound_to(bundle), [TEXT, TEXT[::-1]])
+    quality = measure_quality(bound, bound_to(bundle), [TEXT, TEXT[::-1]])
     assert quality.positions == 2 * len(TEXT)
     largest, least = {KVFormat.INT8: (0.02, 0.9), KVFormat.INT4: (1.0, 0.4)}[kv]
     assert 0 < quality.mean_kl < largest

@@ -26,7 +26,7 @@ from edgerun.runtime.int8_prompts.int8_graph import Int8Products, find_products
 from edgerun.runtime.int8_prompts.int8_graph_files import int8_graph_path
 from edgerun.runtime.int8_prompts.integer_weights import FULL_RANGE
 from edgerun.runtime.int8_prompts.outlier_channels import InputSample, sample_inputs, too_coarse
-from edgerun.runtime.measure.logit_quality import KL_LIMIT, measure_int8_quality
+from edgerun.runtime.measure.logit_quality import KL_LIMIT, measure_quality
 from support.tiny_models import write_bundle, write_checkpoint
 
 CPU = SessionConfig(choose_device("cpu"), 1)
@@ -84,9 +84,8 @@ def divergence(bundle: Path) -> float:
     reference = bundle.with_name("float32")
     if not reference.exists():
         export_checkpoint(bundle.with_name("checkpoint"), reference, ExportRecipe(FP32))
-    return measure_int8_quality(
-        bound_to(int8_path_of(bundle), bundle), bound_to(reference / "model.onnx", reference), TEXTS
-    ).mean_kl
+    int8_graph, own = bound_to(int8_path_of(bundle), bundle), bound_to(reference / "model.onnx", reference)
+    return measure_quality(int8_graph, own, TEXTS, prompts=True).mean_kl
 
 
 def kept_products(int8_path: Path) -> list[str]:
@@ -189,4 +188,7 @@ def test_a_graph_in_the_layout_of_another_runtime_has_an_int8_graph(tmp_path: Pa
     (genai / "edge.json").unlink()
     assert open_bundle(genai).manifest is None
     int8_path = int8_path_of(genai)
-    assert measure_int8_quality(bound_to(int8_path, genai), bound_to(genai / "model.onnx", genai), TEXTS).mean_kl < 0.05
+    assert (
+        measure_quality(bound_to(int8_path, genai), bound_to(genai / "model.onnx", genai), TEXTS, prompts=True).mean_kl
+        < 0.05
+    )

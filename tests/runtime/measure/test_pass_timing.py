@@ -132,6 +132,7 @@ def test_the_oldest_files_are_deleted(tiny_bundle: Path, cache: Path, monkeypatc
     for age, name in enumerate(("new", "old", "oldest")):
         (cache / "pass-cost" / f"{name}.json").write_bytes(b"{}")
         os.utime(cache / "pass-cost" / f"{name}.json", (100 - age, 100 - age))
+    (cache / "pass-cost" / "gone.json").symlink_to("removed-by-another-process")
     file = PASS_COSTS.save(model_key(open_bundle(tiny_bundle), CONFIG), PassCost({0: TIMES}))
     assert set((cache / "pass-cost").iterdir()) == {file, cache / "pass-cost" / "new.json"}
 
