@@ -247,7 +247,7 @@ class GraphSession(DecoderGraph):
             return None if session is None else session._packed_passes(texts)
 
         graph = SharedGraph(self._session, load)
-        shared.add(graph)
+        shared.graphs.append(graph)
         self._shared = shared, graph
 
     def _packed_passes(self, texts: int) -> PackedPasses | None:

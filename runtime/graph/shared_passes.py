@@ -248,12 +248,9 @@ class SharedPasses:
         self.totals = NO_PASSES
         self.texts: Final = texts
         self._gather: Final = gather
-        self._graphs: Final[list[SharedGraph]] = []
+        self.graphs: Final[list[SharedGraph]] = []
+        """The graphs whose passes may be handed in."""
         self._handed_in: Final[list[TextBinding]] = []
-
-    def add(self, graph: SharedGraph) -> None:
-        """Let passes of another graph be handed in."""
-        self._graphs.append(graph)
 
     def hand_in(self, binding: TextBinding) -> None:
         """Let a pass, which `run` ends, run together with the next one of the same thread."""
@@ -299,14 +296,14 @@ class SharedPasses:
 
     def release(self) -> None:
         """Let go of the caches of the last passes; called by a thread that has the turn."""
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.release()
 
     def close(self) -> None:
         """Free the packed graphs; passes run alone from now on."""
-        for graph in self._graphs:
+        for graph in self.graphs:
             graph.close()
-        self._graphs.clear()  # each refers to its session, which maps the files of the weights
+        self.graphs.clear()  # each refers to its session, which maps the files of the weights
 
     def _run(self, bindings: Sequence[TextBinding], options: ort.RunOptions) -> None:
         """Run the passes of some texts, those of each graph together if they are several; texts keep their errors."""
@@ -315,7 +312,7 @@ class SharedPasses:
             self._run_pass(bindings[0].graph, None, bindings, options)
             return
         graphs = dict.fromkeys(each.graph for each in bindings)
-        for graph in set(self._graphs).difference(graphs):
+        for graph in set(self.graphs).difference(graphs):
             graph.release()
         for each in bindings:
             each.error = RuntimeError("the pass was interrupted")  # until its pass has run

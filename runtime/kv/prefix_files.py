@@ -17,6 +17,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
@@ -69,29 +70,21 @@ class StoredPrefix(NamedTuple):
     """Number of its slots that plain decoding would compute bit for bit."""
 
 
+@dataclass(eq=False)
 class PrefixFiles:
-    """The prefixes of one model on disk, within a size for all models.
+    """The prefixes of one model on disk, within a size for all models."""
 
-    Args:
-        key: gives what the slots of a token depend on besides the tokens before it; called when it is needed first.
-        max_bytes: largest size of the files of all models together; the least recently used are removed first.
-        plain_only: says whether only slots that the model's own graph computed may be used now, because no other graph
-            reads its prompts.
-        parks: whether slots are kept in 8 bits (`parked_cache.py`), of which none counts as plain decoding's.
-    """
+    key: Callable[[], str]
+    """Gives what the slots of a token depend on besides the tokens before it; called when it is needed first."""
+    max_bytes: int = DEFAULT_DISK_BYTES
+    """Largest size of the files of all models together; the least recently used are removed first."""
+    plain_only: Callable[[], bool] = lambda: False
+    """Says whether only slots that the model's own graph computed may be used now, because no other graph reads its
+    prompts."""
+    parks: bool = False
+    """Whether slots are kept in 8 bits (`parked_cache.py`), of which none counts as plain decoding's."""
 
-    def __init__(
-        self,
-        key: Callable[[], str],
-        max_bytes: int = DEFAULT_DISK_BYTES,
-        plain_only: Callable[[], bool] = lambda: False,
-        *,
-        parks: bool = False,
-    ) -> None:
-        self.max_bytes: Final = max_bytes
-        self.parks: Final = parks
-        self._plain_only = plain_only
-        self._key = key
+    def __post_init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, int], StoredPrefix]] = {}
         """What was read of files, by name, with size and time of change."""
         self._refused: set[str] = set()
@@ -102,7 +95,7 @@ class PrefixFiles:
     @cached_property
     def folder(self) -> Path:
         """The folder of this model's prefixes, which may not exist."""
-        key = f"{_FORMAT}\0{self._key()}" + ("\0parked" if self.parks else "")
+        key = f"{_FORMAT}\0{self.key()}" + ("\0parked" if self.parks else "")
         return prefix_folder() / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def find(self, wanted: TokenIds) -> tuple[int, StoredPrefix | None]:
@@ -193,7 +186,7 @@ class PrefixFiles:
 
     def _is_stored(self, token_ids: TokenIds, plain_length: int) -> bool:
         """Whether a file has as many slots of a prefix that may be used; if so, it counts as used."""
-        wanted = plain_length if self._plain_only() and not self.parks else token_ids.size
+        wanted = plain_length if self.plain_only() and not self.parks else token_ids.size
         for stored in self._stored():
             whole = common_prefix(stored.token_ids, token_ids) == token_ids.size
             if whole and self._usable(stored) >= wanted and stored.token_ids.size <= _ENOUGH * token_ids.size:
@@ -204,7 +197,7 @@ class PrefixFiles:
 
     def _usable(self, stored: StoredPrefix) -> int:
         """Number of slots of a file that this model may use."""
-        return stored.plain_length if self._plain_only() and not self.parks else stored.token_ids.size
+        return stored.plain_length if self.plain_only() and not self.parks else stored.token_ids.size
 
     def _write(self, token_ids: TokenIds, buffers: NumpyBuffers, plain_length: int) -> None:
         slot_bytes = sum(each.slot_bytes for each in buffers.tensor_types)

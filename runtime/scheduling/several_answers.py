@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event
@@ -80,23 +80,19 @@ def run_together(
             queue.leave(taker)
 
 
+@dataclass(eq=False)
 class _Together(Generic[Item]):
-    """What the threads of `run_together` do; arguments as there."""
+    """What the threads of `run_together` do; fields as there."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        starts: Sequence[Callable[[TurnTaker], Generator[Item, None, None]]],
-        takers: Sequence[TurnTaker],
-        ready: Event | None,
-    ) -> None:
-        self._queue: Final = queue
-        self._starts: Final = starts
-        self._takers: Final = takers
-        self._ready: Final = ready
-        self._waiting: Final = iter(range(len(starts)))
-        self._results: Final[SimpleQueue[tuple[int, Item] | BaseException | None]] = SimpleQueue()
-        self._ended = False
+    queue: RequestQueue
+    starts: Sequence[Callable[[TurnTaker], Generator[Item, None, None]]]
+    takers: Sequence[TurnTaker]
+    ready: Event | None
+    _results: SimpleQueue[tuple[int, Item] | BaseException | None] = field(default_factory=SimpleQueue)
+    _ended: bool = False
+
+    def __post_init__(self) -> None:
+        self._waiting = iter(range(len(self.starts)))
 
     def next_result(self) -> tuple[int, Item] | BaseException | None:
         """Wait for an item, an error, or None for the end of a thread."""
@@ -107,25 +103,25 @@ class _Together(Generic[Item]):
     def end(self) -> None:
         """Let the threads end after their current passes."""
         self._ended = True
-        for taker in self._takers:
+        for taker in self.takers:
             taker.cancelled = True
-        if self._ready is not None:
-            self._ready.set()
+        if self.ready is not None:
+            self.ready.set()
 
     def work(self, _: Run[None]) -> None:
         """Run one generator after another in the calling thread."""
         try:
             index = next(self._waiting, None)
             while index is not None:
-                if index and self._ready is not None:
-                    self._ready.wait()
+                if index and self.ready is not None:
+                    self.ready.wait()
                 if self._ended:
                     break
                 self._run_one(index)
                 following = next(self._waiting, None)
                 if following is not None:
-                    self._queue.expect((self._takers[following],))
-                self._queue.leave(self._takers[index])
+                    self.queue.expect((self.takers[following],))
+                self.queue.leave(self.takers[index])
                 index = following
         except BaseException as error:  # noqa: BLE001  raised in the thread that waits for items
             self.end()
@@ -135,18 +131,18 @@ class _Together(Generic[Item]):
 
     def _run_one(self, index: int) -> None:
         """Run a generator, each item in a turn."""
-        taker = self._takers[index]
-        with self._queue.turn_of(taker):
-            items = self._starts[index](taker)
+        taker = self.takers[index]
+        with self.queue.turn_of(taker):
+            items = self.starts[index](taker)
         try:
             while True:
-                with self._queue.turn_of(taker):
+                with self.queue.turn_of(taker):
                     item = next(items, None)
                 if item is None:
                     break
                 self._results.put((index, item))
         finally:
-            with self._queue.turn():
+            with self.queue.turn():
                 items.close()
 
 
