@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,40 +39,29 @@ if TYPE_CHECKING:  # llguidance is an extra
     from .structure.grammar_state import GrammarState
 
 
+@dataclass(eq=False)
 class Generation:
-    """Generates one answer.
+    """Generates one answer."""
 
-    Args:
-        sequence: the cache to generate in. It is updated round by round, so that leaving `generate` at any point leaves
-            a sequence to continue from.
-        request: the prompt and how to answer it. With a recording, its tokens are given instead of the model's own, at
-            the cost of the model's.
-        tokenizer: the model's.
-        drafters: the model's.
-        shift: drops slots of the model's caches, for answers that outgrow the context.
-        cancelled: called before every pass; True ends the answer. Other requests may run passes inside the call.
-        readers: the second readers of the request's strategies, in their order.
-    """
+    sequence: CachedSequence
+    """The cache to generate in. It is updated round by round, so that leaving `generate` at any point leaves a sequence
+    to continue from."""
+    request: Request
+    """The prompt and how to answer it. With a recording, its tokens are given instead of the model's own, at the cost
+    of the model's."""
+    tokenizer: TextTokenizer
+    drafters: DrafterPool
+    shift: CacheShift
+    """Drops slots of the model's caches, for answers that outgrow the context."""
+    cancelled: Callable[[], bool]
+    """Called before every pass; True ends the answer. Other requests may run passes inside the call."""
+    readers: Sequence[SecondReader] = ()
+    """The second readers of the request's strategies, in their order."""
 
-    def __init__(
-        self,
-        sequence: CachedSequence,
-        request: Request,
-        tokenizer: TextTokenizer,
-        drafters: DrafterPool,
-        shift: CacheShift,
-        cancelled: Callable[[], bool],
-        readers: Sequence[SecondReader] = (),
-    ) -> None:
+    def __post_init__(self) -> None:
+        request = self.request
         self._recorder = StatsRecorder(len(request.prompt_ids), request.images.merged_tokens if request.images else 0)
-        self._sequence = sequence
-        self._request = request
-        self._tokenizer = tokenizer
-        self._drafters = drafters
-        self._shift = shift
-        self._cancelled = cancelled
-        self._readers = readers
-        self._sequences = [sequence, *(reader.sequence for reader in readers)]
+        self._sequences = [self.sequence, *(reader.sequence for reader in self.readers)]
         self._chat = request.chat
         self._speculator: Speculator | None = None
         self._constraint: GrammarState | None = None
@@ -88,7 +77,7 @@ class Generation:
         least = request.options.least_confidence
         self._least_mean = math.log(least) if least else -math.inf
         """Mean log-probability of its tokens below which the answer ends."""
-        self._measured_before = drafters.measuring.seconds
+        self._measured_before = self.drafters.measuring.seconds
         self._kept = 0
         """Number of tokens of the prompt whose slots were in the cache."""
 
@@ -102,7 +91,7 @@ class Generation:
             ContextError: the prompt leaves no room for an answer.
             InputError: a drafter that was asked for is not available.
         """
-        sequence, request, tokenizer, recorder = self._sequence, self._request, self._tokenizer, self._recorder
+        sequence, request, tokenizer, recorder = self.sequence, self.request, self.tokenizer, self._recorder
         start, reading = request.start, request.reading
         parser, marks = (None, None) if reading is None else (reading.begin()[0], reading.marks)
         decoder = StreamDecoder(tokenizer, marks) if start is None else start.decoder(marks)
@@ -112,7 +101,7 @@ class Generation:
         with ExitStack() as stack:
             for each in self._sequences:
                 stack.enter_context(each.lent_to_prefixes(request.kept_tokens))
-            speculator = stack.enter_context(self._drafters.answering(request, sequence.arena))
+            speculator = stack.enter_context(self.drafters.answering(request, sequence.arena))
             stack.callback(self.close)
             steps: Generator[Step, None, None] | None = self._decode(speculator)
             while steps is not None:
@@ -146,7 +135,7 @@ class Generation:
             remainder = matcher.push(decoded) + matcher.flush()
             rest = () if tokens is None else tokens.finish(decoded, remainder)
             stats = recorder.stats(keep_rounds=request.options.explain, stop_sequence=matcher.found)
-            self._drafters.store_conversation(sequence.token_ids[self._kept :])
+            self.drafters.store_conversation(sequence.token_ids[self._kept :])
         completed, totals = recorder.completion_tokens, recorder.logprob_totals
         last = Chunk(remainder, finish, stats, rest, completion_tokens=completed, logprob_totals=totals)
         yield last if parser is None else last.with_parts(parser.push(remainder), parser.finish())
@@ -183,39 +172,39 @@ class Generation:
 
     def _decode(self, speculator: Speculator | None) -> Generator[Step, None, None]:
         """Begin to decode the sequence, which is the request's prompt from now on."""
-        request, recorder = self._request, self._recorder
+        request, recorder = self.request, self._recorder
         if request.options.exact and request.recording is None:
             # An exact answer is decoded plainly where the noise of wide passes has no sound bound.
             exact_speculator: Speculator | None = None
             self._epsilon = 0.0
             if speculator is not None and request.sampling.greedy:
-                report = self._drafters.exactness_report(self._tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
+                report = self.drafters.exactness_report(self.tokenizer.encode(SAMPLE_TEXT, add_special_tokens=True))
                 if report.noise.sound:
                     exact_speculator, self._epsilon = speculator, report.epsilon
             speculator = exact_speculator
         self._speculator = speculator
         # Further graphs, and packed ones, give no hidden states.
         alone = request.options.exact or (request.search is not None and request.search.reads_states)
-        self._sequence.bound.prefers_base, self._sequence.bound.shares_passes = alone, not alone
-        recorder.record_setup(measuring_s=self._drafters.measuring.seconds - self._measured_before)
-        self._kept = self._sequence.continue_with(request.prompt_ids, request.images)
+        self.sequence.bound.prefers_base, self.sequence.bound.shares_passes = alone, not alone
+        recorder.record_setup(measuring_s=self.drafters.measuring.seconds - self._measured_before)
+        self._kept = self.sequence.continue_with(request.prompt_ids, request.images)
         # The last token of a prompt always runs again.
         recorder.reused_tokens = min(self._kept, len(request.prompt_ids) - 1)
         return self._decode_once(request.sampling, request.options.max_tokens)
 
     def _go_on(self) -> Generator[Step, None, None] | None:
         """Make room in the full context and go on to decode; None if the answer ends here."""
-        request, recorder = self._request, self._recorder
+        request, recorder = self.request, self._recorder
         left = None if request.options.max_tokens is None else request.options.max_tokens - recorder.completion_tokens
-        blocks = self._sequence.bound.graph_io.blocks
-        special = (request.images, request.recording, request.search, self._readers or None, blocks)
+        blocks = self.sequence.bound.graph_io.blocks
+        special = (request.images, request.recording, request.search, self.readers or None, blocks)
         cannot = any(each is not None for each in special)
         ends = request.overflow is Overflow.ERROR or cannot or left == 0
         if ends or not self._make_room(left):
             return None
         recorder.context_shifts += 1
         generated = len(self._answer_ids) - len(self._start_ids)
-        left_out = len(request.prompt_ids) + generated - len(self._sequence.token_ids)
+        left_out = len(request.prompt_ids) + generated - len(self.sequence.token_ids)
         sampling = replace(request.sampling, first_position=left_out)
         if isinstance(self._speculator, SampledSpeculator):
             self._speculator.start_answer(sampling)
@@ -223,22 +212,22 @@ class Generation:
 
     def _decode_once(self, sampling: SamplingParams, max_tokens: int | None) -> Generator[Step, None, None]:
         """Continue the sequence up to the end of the context."""
-        sequence, request, speculator = self._sequence, self._request, self._speculator
+        sequence, request, speculator = self.sequence, self.request, self._speculator
         bound, token_ids = sequence.bound, list(sequence.token_ids)
         answer_length = len(token_ids) - self._prompt_length
         vocab_size = bound.graph_io.vocab_size
         sampler = self._sampler(sampling, vocab_size, answer_length)
         bound.whole_logits = _needs_whole_logits(request, speculator, bound.graph_io)
-        choices = BlockChoices.of(request.options, bound.graph_io, self._tokenizer, self._readers)
+        choices = BlockChoices.of(request.options, bound.graph_io, self.tokenizer, self.readers)
         if choices is None:
-            bound = followed(bound, sampler.stages, self._readers)
-        near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self._cancelled)
-        eos = frozenset[int]() if request.options.ignore_eos else self._tokenizer.eos
+            bound = followed(bound, sampler.stages, self.readers)
+        near_ties = None if self._epsilon is None else NearTies(bound, sampler, self._epsilon, self.cancelled)
+        eos = frozenset[int]() if request.options.ignore_eos else self.tokenizer.eos
         if eos and request.options.suffix is not None:
-            eos |= InfillTokens.of(self._tokenizer).ends
+            eos |= InfillTokens.of(self.tokenizer).ends
         if request.recording is not None:
             eos = frozenset()  # a recording may hold any token, and ends where it ends
-        limits = DecodeLimits(max_tokens, eos, self._cancelled, sequence.progress)
+        limits = DecodeLimits(max_tokens, eos, self.cancelled, sequence.progress)
         log_softmax = LogSoftmax(request.options.logprobs or 0, vocab_size) if request.needs_logprobs else None
         if choices is not None:
             return block_decode(bound, token_ids, sampler, limits, choices, log_softmax, answer_length=answer_length)
@@ -261,24 +250,24 @@ class Generation:
         """The sampler of an answer whose last `answer_length` tokens it is given to observe."""
         if self._constraint is not None:
             self._constraint.end()
-        request = self._request
+        request = self.request
         earlier = self._answer_ids[: len(self._answer_ids) - answer_length]
         if request.grammar is not None:
             self._constraint = request.grammar.start(earlier)
         stages: list[LogitStage] = [
-            each.start(sampling, vocab_size, self._tokenizer)
+            each.start(sampling, vocab_size, self.tokenizer)
             for each in request.options.strategies
-            if self._sequence.bound.graph_io.blocks is None  # there they compare logits before the sampler
+            if self.sequence.bound.graph_io.blocks is None  # there they compare logits before the sampler
         ]
         for stage in stages:
             stage.earlier = earlier
         if request.rank is not None and len(self._answer_ids) == len(self._start_ids):
-            stages.append(FirstToken(len(self._sequence.token_ids), request.rank))
+            stages.append(FirstToken(len(self.sequence.token_ids), request.rank))
         if isinstance(rule := request.options.lossy, LossyRule) and request.recording is None:
-            token_bytes, by_draft = self._tokenizer.token_bytes.of, self._recorder.by_draft
+            token_bytes, by_draft = self.tokenizer.token_bytes.of, self._recorder.by_draft
             return LossySampler(sampling, vocab_size, self._constraint, rule, self._speculator, token_bytes, by_draft)
         if request.recording is not None:
-            start = len(self._sequence.token_ids)
+            start = len(self.sequence.token_ids)
             return ReplaySampler(request.recording.answer, start, sampling, vocab_size, self._constraint, stages)
         if self._constraint is None or request.futures is None:
             return Sampler(sampling, vocab_size, self._constraint, stages)
@@ -289,9 +278,9 @@ class Generation:
 
     def _make_room(self, max_tokens: int | None) -> bool:
         """Shorten the sequence, which fills the context, by its oldest turns or to a window; False if it cannot be."""
-        sequence, prompt_length, context = self._sequence, self._prompt_length, self._sequence.arena.limit
+        sequence, prompt_length, context = self.sequence, self._prompt_length, self.sequence.arena.limit
         token_ids = sequence.token_ids
-        if self._request.overflow is Overflow.TRIM:
+        if self.request.overflow is Overflow.TRIM:
             if self._chat is None:
                 return False
             answer = token_ids[prompt_length:]
@@ -307,7 +296,7 @@ class Generation:
         first = kept_first(self._chat, token_ids, context)
         newest = window(len(token_ids), first, context)
         kept = [*token_ids[:first], *token_ids[newest:]]
-        if self._shift.drop(sequence.bound, first, newest):
+        if self.shift.drop(sequence.bound, first, newest):
             sequence.token_ids = kept
         else:  # the slots of the window are computed
             sequence.continue_with(kept)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final
 
 from ...errors import EdgeError
@@ -24,35 +25,26 @@ _RETRY_S: Final = 60.0
 _log: Final = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class IdleThread:
-    """A thread that does one kind of work, and waits while an answer is generated. It exists while it has work.
+    """A thread that does one kind of work, and waits while an answer is generated. It exists while it has work."""
 
-    Args:
-        queue: the request queue of the engine.
-        work: the work. It calls the function it is given between short steps, which waits, and raises an exception that
-            the work lets pass once the engine is closed.
-        name: name of the thread.
-        patience_s: seconds to wait for an idle engine; then the work is done beside the answers.
-        rest: seconds of rest for each second of processor time that the work took, before it is done again; None for
-            work that is done once.
-    """
+    queue: RequestQueue
+    """The request queue of the engine."""
+    work: Callable[[Progress], object]
+    """The work. It calls the function it is given between short steps, which waits, and raises an exception that the
+    work lets pass once the engine is closed."""
+    name: str
+    """Name of the thread."""
+    patience_s: float = math.inf
+    """Seconds to wait for an idle engine; then the work is done beside the answers."""
+    rest: float | None = None
+    """Seconds of rest for each second of processor time that the work took, before it is done again; None for work that
+    is done once."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        work: Callable[[Progress], object],
-        name: str,
-        *,
-        patience_s: float = math.inf,
-        rest: float | None = None,
-    ) -> None:
-        self._queue: Final = queue
-        self._work: Final = work
-        self._name: Final = name
-        self._patience_s: Final = patience_s
-        self._rest: Final = rest
-        self._closing: Final = threading.Event()
-        self._lock: Final = threading.Lock()
+    def __post_init__(self) -> None:
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_wanted = self._is_working = self._is_done = False
         self._failures = 0
@@ -64,9 +56,9 @@ class IdleThread:
             if self._is_done or self._closing.is_set():
                 return
             if not self._is_wanted:
-                self._is_wanted, self._impatient_at = True, time.monotonic() + self._patience_s
+                self._is_wanted, self._impatient_at = True, time.monotonic() + self.patience_s
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 # Where no thread can be started, the work is left to a later call, or to a later process.
                 with suppress(RuntimeError):
                     thread.start()
@@ -90,14 +82,14 @@ class IdleThread:
                         return
                 self._wait_until_idle(self._next_at)
                 self._is_wanted, self._is_working = False, True
-                self._impatient_at = time.monotonic() + self._patience_s
+                self._impatient_at = time.monotonic() + self.patience_s
                 started = time.thread_time()
                 try:
-                    self._work(self._pause)
-                    self._is_done = self._rest is None
-                    self._next_at = time.monotonic() + (self._rest or 0) * (time.thread_time() - started)
+                    self.work(self._pause)
+                    self._is_done = self.rest is None
+                    self._next_at = time.monotonic() + (self.rest or 0) * (time.thread_time() - started)
                 except (EdgeError, OSError) as error:
-                    _log.warning("%s failed: %s", self._name, error)
+                    _log.warning("%s failed: %s", self.name, error)
                     self._next_at = time.monotonic() + _RETRY_S * 2**self._failures
                     self._failures += 1
                 self._is_working = False
@@ -114,7 +106,7 @@ class IdleThread:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._queue.running or self._queue.waiting)
+        return bool(self.queue.running or self.queue.waiting)
 
     def _wait_until_idle(self, earliest: float = 0.0) -> None:
         """Wait until the engine has generated nothing for a moment, or patience ends, but not before `earliest`.

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from ...errors import BusyError, EdgeError
@@ -86,24 +87,18 @@ class Ticket(TurnTaker):
         return None if stream is None else stream.reader
 
 
+@dataclass(eq=False)
 class RequestQueue:
-    """Gives places to requests, and turns to those that have one.
+    """Gives places to requests, and turns to those that have one."""
 
-    Args:
-        parallel: number of answers that are generated at a time.
-        max_waiting: number of further requests that may wait.
-        cache_bytes: bytes that the KV caches of the answers may take together; a single one may take more.
-    """
+    parallel: int = DEFAULT_PARALLEL
+    """Number of answers that are generated at a time."""
+    max_waiting: int = DEFAULT_MAX_WAITING
+    """Number of further requests that may wait."""
+    cache_bytes: float = math.inf
+    """Bytes that the KV caches of the answers may take together; a single one may take more."""
 
-    def __init__(
-        self,
-        parallel: int = DEFAULT_PARALLEL,
-        max_waiting: int = DEFAULT_MAX_WAITING,
-        cache_bytes: float = math.inf,
-    ) -> None:
-        self.parallel: Final = parallel
-        self.max_waiting: Final = max_waiting
-        self.cache_bytes: Final = cache_bytes
+    def __post_init__(self) -> None:
         self._turns = TurnLock()
         """Held by the thread that runs a pass of the engine or changes what its answers share."""
         self._changed = threading.Condition()
@@ -114,9 +109,9 @@ class RequestQueue:
         self._closed = False
         self._current: TurnTaker | None = None
         """Whose pass is next in this turn."""
-        self._due: Final[set[TurnTaker]] = set()
+        self._due: set[TurnTaker] = set()
         """Who is likely to hand in a pass soon."""
-        self._handed_in: Final[set[TurnTaker]] = set()
+        self._handed_in: set[TurnTaker] = set()
         """Whose pass is handed in and has not run."""
 
     @property
