@@ -216,10 +216,8 @@ class LoadedModel:
         """
         if not len(options.answer_start):
             return None
-        vocab_size = self.graph_io.vocab_size
-        return AnswerStart.of(
-            options.answer_start, self.tokenizer, vocab_size=vocab_size, ignore_eos=options.ignore_eos
-        )
+        size = self.graph_io.vocab_size
+        return AnswerStart.of(options.answer_start, self.tokenizer, vocab_size=size, ignore_eos=options.ignore_eos)
 
     def request(
         self, prompt_ids: Sequence[int], options: GenerateOptions, start: AnswerStart | None, chat: ChatPrompt | None
