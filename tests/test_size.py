@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_769, 110, 250),
     "export": (15_026, 126, 163),
-    "runtime": (23_393, 201, 351),
+    "runtime": (23_391, 201, 351),
     "models": (3_228, 29, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_972, "runtime.engine": 24_448, "edge.cli.run": 25_605}
+CLOSURES = {"runtime.decode": 3_972, "runtime.engine": 24_446, "edge.cli.run": 25_603}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
