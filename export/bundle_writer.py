@@ -9,16 +9,8 @@ from typing import Final
 
 from onnx import ModelProto
 
-from ..models.bundle import (
-    GRAPH_NAME,
-    POOLING_NAME,
-    SENTENCE_POOLING,
-    TOKENIZER_AND_CONFIG_FILES,
-    WEIGHTS_NAME,
-    Bundle,
-)
-from ..models.graph_variant import VariantFile
-from ..models.manifest import Architecture, GraphLayout, Manifest
+from ..models.bundle import GRAPH_NAME, POOLING_NAME, SENTENCE_POOLING, TOKENIZER_AND_CONFIG_FILES, WEIGHTS_NAME, Bundle
+from ..models.manifest import Architecture, GraphLayout, Manifest, VariantFile
 from ..models.progress import Progress, counted, silent
 from ..models.variants import GENAI_CONFIG
 from .allocation.plan_costs import BYTES_READ, plan_cost, weight_count

@@ -15,16 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ..errors import CheckpointError, DestinationError, InputError
+from ..errors import CheckpointError, DestinationError
 from ..models.atomic import temporary_folder
 from ..models.json_file import read_json_object
-from ..models.manifest import Method
 from ..models.progress import Progress
 from ..models.regular_file import os_errors_as
 from .architectures import supported_families
 from .destination import ExportResult, require_apart
 from .recipe import ExportRecipe
-from .upgrade.pipeline import upgrade_model
+from .upgrade.pipeline import require_expressible, upgrade_model
 
 _MODULE: Final = "optimum.exporters.onnx"
 _TASK: Final = "text-generation-with-past"
@@ -57,9 +56,7 @@ def export_by_optimum(
         EdgeError: whatever `upgrade_model` raises.
     """
     started = time.perf_counter()
-    if recipe.method not in (None, Method.RTN):
-        raise InputError("a checkpoint exported through Optimum only supports --method rtn", "leave --method out")
-    recipe.require_default_scales("checkpoint exported through Optimum")
+    require_expressible(recipe, "checkpoint exported through Optimum")
     require_apart(source, destination)
     parent = next(folder for folder in destination.absolute().parents if folder.is_dir())
     unwritable = os_errors_as(

@@ -18,9 +18,8 @@ from typing import Any, Final
 from ..errors import BundleError
 from .atomic import write_atomically
 from .graph_files import find_graph
-from .graph_variant import DeviceKind, is_variant_file
 from .json_file import is_whole, read_json_object
-from .manifest import MANIFEST_NAME, MIN_CONTEXT, FileDigest, Manifest
+from .manifest import MANIFEST_NAME, MIN_CONTEXT, DeviceKind, FileDigest, Manifest, is_variant_file
 from .onnx_file.wire import check_external_data, external_files
 from .regular_file import MAX_JSON_BYTES, open_regular, read_regular
 from .user_folders import cache_folder

@@ -13,10 +13,10 @@ from .atomic import restore_folder, write_atomically
 from .bundle import GRAPH_NAME
 from .file_system import locked
 from .graph_files import find_graph
-from .graph_variant import DeviceKind
 from .hub.downloaded_model import looks_like_hub_id, parse_hub_id, read_downloaded
 from .hub.local_store import Store
 from .json_file import parse_json_object
+from .manifest import DeviceKind
 from .regular_file import MAX_JSON_BYTES, read_regular
 from .user_folders import data_folder, make_private_folder
 

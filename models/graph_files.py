@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ..errors import BundleError
-from .graph_variant import DeviceKind
 from .json_file import read_json_object
+from .manifest import DeviceKind
 from .variants import GENAI_CONFIG, choose_graph
 
 _HINT: Final = "give an .onnx file or a model folder"

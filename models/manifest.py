@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Final
 
 from ..errors import BundleError
-from .block_diffusion import BlockDiffusion
-from .graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from .json_file import Bound, Count, WholeNumber, is_whole, parse_json_object, shown, typed_record
 
 MANIFEST_NAME: Final = "edge.json"
@@ -21,6 +20,9 @@ GRAPH_CONTRACT: Final = 1
 """Version of the graph's inputs and outputs (docs/graph-contract.md)."""
 MIN_CONTEXT: Final = 2
 """Smallest context a model can have: one position of a prompt and one of its answer."""
+VARIANT_CONTRACT: Final = 1
+"""Version of the inputs and outputs of variants, and of what is known about them here (docs/graph-contract.md)."""
+_FILE_NAME: Final = re.compile(r"model_(gpu|npu)[a-z0-9_]*\.onnx(\.data)?")
 
 
 class GraphLayout(StrEnum):
@@ -30,6 +32,21 @@ class GraphLayout(StrEnum):
     """edge-run's own (docs/graph-contract.md): token trees, and logits of selected positions only."""
     GENAI = "genai"
     """ONNX Runtime GenAI's, with its genai_config.json."""
+
+
+@dataclass(frozen=True)
+class BlockDiffusion:
+    """How a model that fills blocks of masked tokens is decoded."""
+
+    size: Count
+    """Number of tokens of a block. Within a block all tokens attend to each other."""
+    mask: WholeNumber
+    """Token id that stands for a token that is not known yet."""
+    shifted: bool = False
+    """Whether the logits of a token are computed at the place before it, as in models for one token at a time."""
+    bidirectional: bool = False
+    """Whether all tokens of a text attend to each other, those behind a block too. Then a block may have any size, and
+    `size` is the usual one."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,40 @@ class DraftPairing:
     """Kind of a draft head, whose graph in this folder reads the hidden states of this model; None for other drafts."""
 
 
+class DeviceKind(Enum):
+    """The device that an execution provider computes on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    NPU = "npu"
+
+
+class Precision(StrEnum):
+    """Element type of a graph's activations and cache."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True)
+class VariantFile:
+    """A variant of the model's graph that lies beside it in the bundle."""
+
+    device: DeviceKind
+    file: str
+    """Name of the .onnx file in the bundle's folder; its weights are in model.onnx.data as far as they agree."""
+    precision: Precision
+    width: Count | None = None
+    """Number of new tokens of a pass, where shapes are static."""
+    context: Count | None = None
+    """Number of cache slots before the new tokens, where shapes are static."""
+    providers: tuple[str, ...] = ()
+    """Execution providers that it was written for; empty for all of the device's kind."""
+    plain: bool = False
+    """Whether it has no attention bias, and so serves passes of consecutive tokens only."""
+    contract: Count = VARIANT_CONTRACT
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of `edge.json`."""
@@ -211,6 +262,11 @@ class Manifest:
         except ValueError as error:
             raise BundleError(f"{where} cannot be read: it {error}", "export the model again") from error
         return manifest
+
+
+def is_variant_file(name: str) -> bool:
+    """Whether a file in a bundle is named like a variant's graph or its data."""
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 def _is_known(variant: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from ..errors import BundleError
-from .graph_variant import DeviceKind
+from .manifest import DeviceKind
 
 GENAI_CONFIG: Final = "genai_config.json"
 _EDGE_MANIFEST: Final = "edge.json"

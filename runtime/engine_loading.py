@@ -10,7 +10,7 @@ from typing import Final, Unpack
 from ..errors import EdgeError
 from ..models.bundle import Bundle, open_bundle
 from ..models.find import find_model, path_of_user
-from ..models.graph_variant import DeviceKind
+from ..models.manifest import DeviceKind
 from ..models.pairing import DraftPair, find_draft
 from ..models.progress import Progress, silent
 from .arguments.argument_types import checked_arguments, lists_options

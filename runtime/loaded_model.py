@@ -11,7 +11,7 @@ from typing import Final
 from ..errors import BundleError, EdgeError, InputError, TemplateError
 from ..models.bundle import TARGET_IDS_NAME, Bundle
 from ..models.find import model_name
-from ..models.graph_variant import DeviceKind
+from ..models.manifest import DeviceKind
 from ..models.progress import Progress, silent
 from .arguments.load_options import LoadOptions
 from .decode import check_prompt_fits

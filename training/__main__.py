@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from ..errors import EdgeError
-from ..export.draft_training.optimizer import TrainOptions
 from ..export.draft_training.request import DraftTrainingRequest
 from ..export.draft_training.target_data import PromptConversation
 from ..export.draft_training.torch_llama import BlockRounding, CausalLM
 from ..export.draft_training.training_batches import BatchStream
-from ..export.draft_training.training_loop import TrainingTask, train
+from ..export.draft_training.training_loop import TrainingTask, TrainOptions, train
 from ..export.draft_training.training_options import LossKind
 from ..export.draft_training.training_run import train_draft
 from ..models.atomic import write_atomically

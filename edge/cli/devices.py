@@ -17,7 +17,7 @@ from ...errors import EdgeError
 from ...models.bundle import Bundle, open_bundle, unchecked_bundle
 from ...models.find import find_model
 from ...models.graph_files import find_graph
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from ...runtime.devices.chip import chip_features

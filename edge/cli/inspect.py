@@ -13,8 +13,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from ...models.bundle import Bundle
-from ...models.graph_variant import VariantFile
-from ...models.manifest import Manifest, WeightFormat
+from ...models.manifest import Manifest, VariantFile, WeightFormat
 from ...models.onnx_file.model_messages import attribute_values, read_model
 from ...models.onnx_file.wire import external_files
 from ...models.pairing import find_draft

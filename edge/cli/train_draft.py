@@ -81,10 +81,10 @@ def _request(target: str, out: Path, text: Sequence[Path], options: DraftTrainin
     """
     import numpy as np
 
-    from ...export.draft_training.optimizer import TrainOptions
     from ...export.draft_training.request import DraftTrainingRequest
     from ...export.draft_training.target_data import PromptConversation
     from ...export.draft_training.torch_llama import BlockRounding
+    from ...export.draft_training.training_loop import TrainOptions
 
     try:
         rounded = None if options.round_to is None else BlockRounding.parse(options.round_to)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ...models.bundle import Bundle, open_bundle
 from ...models.find import find_model, path_of_user
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.progress import ProgressDisplay
 from ...models.user_text import read_text
 from ...runtime.arguments.load_options import LoadOptions

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Final, TypeAlias
 
 from ...errors import CancelledError
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.user_text import format_bytes
 from ...runtime.encoders.encoder import AnyModel

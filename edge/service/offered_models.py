@@ -14,9 +14,9 @@ from ...errors import EdgeError
 from ...models.bundle import Bundle, unchecked_bundle
 from ...models.find import find_model, is_on_hub, named_models
 from ...models.graph_files import find_graph
-from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import stores
+from ...models.manifest import DeviceKind
 from ...models.onnx_file.wire import external_files
 from ...runtime.graph.encoder_graph import SCORE, encoder_output
 from .request_error import ErrorCode, RequestError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from .layer_attention import Windows, no_windows
 from .state_layers import StateLayers
 from .vision import VisionFamily

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from .family import NORMS_AFTER, Family
 from .layer_attention import window_in_every_layer, windows_without_rotation
 from .vision import IDEFICS3

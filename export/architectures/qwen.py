@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from .family import Experts, Family, SharedExpert
 from .layer_attention import windows_in_last_layers
 from .state_layers import read_delta_nets

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, Final
 
-
-class Projector(Enum):
-    """What makes tokens of the language model of a tower's."""
-
-    PIXEL_SHUFFLE = auto()
-    """The channels of neighbouring tokens side by side, then a linear (Idefics3)."""
-    AVERAGE_POOL = auto()
-    """The mean of neighbouring tokens, then an RMS norm and a matrix (Gemma 3)."""
-    PATCH_MERGER = auto()
-    """The channels of a square of tokens side by side, then two linears (Qwen-VL, LFM2-VL). Towers with it keep images
-    in about their size, so that patches come one after another."""
+Projector = Enum("Projector", ["PIXEL_SHUFFLE", "AVERAGE_POOL", "PATCH_MERGER"])
+"""What makes tokens of the language model of a tower's: the channels of neighbouring tokens side by side, then a linear
+(Idefics3); their mean, then an RMS norm and a matrix (Gemma 3); or the channels of a square of tokens side by side,
+then two linears (Qwen-VL, LFM2-VL). Towers with the last one keep images in about their size, so that patches come one
+after another."""
 
 
 @dataclass(frozen=True)

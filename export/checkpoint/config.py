@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from ...errors import CheckpointError
-from ...models.block_diffusion import BlockDiffusion
 from ...models.json_file import shown
+from ...models.manifest import BlockDiffusion
 from ..architectures import find_family
 from ..architectures.family import Experts, Family, Power, chosen, first_present
 from ..architectures.layer_attention import (

@@ -18,22 +18,10 @@ import numpy.typing as npt
 from ...errors import CheckpointError
 from ...models.json_file import shown
 from ...models.manifest import Method, WeightFormat
-from ...models.safetensors_file import (
-    DOWNLOAD_AGAIN,
-    ITEM_BYTES,
-    SafetensorsTensor,
-    read_safetensors,
-    require_finite,
-)
+from ...models.safetensors_file import DOWNLOAD_AGAIN, ITEM_BYTES, SafetensorsTensor, read_safetensors, require_finite
 from ..quantization.methods import QUANTIZERS
 from .json_fields import read_json
-from .source import (
-    Float32Array,
-    ModelSource,
-    QuantizedRows,
-    RowRange,
-    ranges_of_rows,
-)
+from .source import Float32Array, ModelSource, QuantizedRows, RowRange, ranges_of_rows
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

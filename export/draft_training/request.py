@@ -11,9 +11,9 @@ from typing import Any, Final
 from ...errors import InputError
 from ...models.bundle import Bundle
 from ...models.json_file import is_whole
-from .optimizer import TrainOptions
 from .target_data import AnswerOptions, PromptConversation
 from .torch_llama import BlockRounding, ModelShape
+from .training_loop import TrainOptions
 from .training_options import DraftTrainingOptions
 
 _HEAD_MULTIPLE: Final = 128

@@ -19,14 +19,7 @@ from ...models.manifest import WeightFormat
 from ...models.safetensors_file import read_bytes, require_finite
 from ..checkpoint.config import parse_config
 from ..checkpoint.layout import expected_tensors
-from ..checkpoint.source import (
-    Float32Array,
-    ModelSource,
-    QuantizedRows,
-    RowRange,
-    UInt8Array,
-    ranges_of_rows,
-)
+from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, ranges_of_rows
 from ..quantization.codes import nearest_rows
 from ..quantization.k_quant import k_quant_rows
 from .config_json import ROPE_FACTORS, architecture, config_settings

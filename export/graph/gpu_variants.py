@@ -8,7 +8,7 @@ from typing import Final
 from ...errors import ExportError
 from ...models.atomic import write_atomically
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.graph_variant import DeviceKind, VariantFile
+from ...models.manifest import DeviceKind, VariantFile
 from ...models.onnx_file.graph_editor import CannotRewriteError
 from ...models.progress import Progress
 from ...runtime.devices.device_check import compare_with_cpu

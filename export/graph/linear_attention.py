@@ -21,13 +21,7 @@ import numpy as np
 from ...runtime.kv.state_buffers import UPDATED_WIDTH
 from ..architectures.state_layers import RecurrentConfig
 from ..checkpoint.layer_weights import Layer, StateWeights
-from .inputs_outputs import (
-    advanced_recurrent,
-    past_conv,
-    past_recurrent,
-    past_updates,
-    present_of,
-)
+from .inputs_outputs import advanced_recurrent, past_conv, past_recurrent, past_updates, present_of
 from .nodes import MICROSOFT, Nodes
 
 _NORM_EPSILON: Final = 1e-6

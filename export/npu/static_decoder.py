@@ -16,8 +16,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind, Precision, VariantFile
-from ...models.manifest import FileDigest
+from ...models.manifest import DeviceKind, FileDigest, Precision, VariantFile
 from ...models.progress import Progress
 from ...runtime.graph.ort import load_session, session_options
 from ...runtime.graph.static_variants import LOGIT_ROWS, MASK, NEXT_IDS, StaticSession, static_graph_io

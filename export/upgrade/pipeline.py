@@ -74,11 +74,7 @@ def upgrade_model(
             it was before.
     """
     started = time.perf_counter()
-    if recipe.layout is not GraphLayout.EDGE:
-        raise InputError("an ONNX model is upgraded to edge-run's own layout only", "leave --layout out")
-    if recipe.method not in (None, Method.RTN):
-        raise InputError("the weights of an ONNX model are rounded to nearest", "leave --method out")
-    recipe.require_default_scales("model in ONNX")
+    require_expressible(recipe, "model in ONNX")
     foreign = describe.find_foreign_model(source)
     require_apart(source if source.is_dir() else foreign.graph, destination)
     progress("reading", 0.0)
@@ -96,6 +92,19 @@ def upgrade_model(
         sizes = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
     seconds, parity = time.perf_counter() - started, Parity(**manifest.parity)
     return ExportResult(destination, sizes, manifest.bits_per_weight, seconds, parity, notes=tuple(notes))
+
+
+def require_expressible(recipe: ExportRecipe, source: str) -> None:
+    """Refuse a recipe with a layout, method or scales that an upgrade of `source` cannot have.
+
+    Raises:
+        InputError: it has.
+    """
+    if recipe.layout is not GraphLayout.EDGE:
+        raise InputError(f"a {source} is upgraded to edge-run's own layout only", "leave --layout out")
+    if recipe.method not in (None, Method.RTN):
+        raise InputError(f"the weights of a {source} are rounded to nearest", "leave --method out")
+    recipe.require_default_scales(source)
 
 
 def _write(

@@ -17,8 +17,7 @@ from ...errors import BundleError
 from ..bundle import GRAPH_NAME, SENTENCE_POOLING, SENTENCE_PROMPTS, TOKENIZER_AND_CONFIG_FILES
 from ..file_system import remove
 from ..graph_files import genai_decoder
-from ..graph_variant import DeviceKind
-from ..manifest import MANIFEST_NAME, Manifest
+from ..manifest import MANIFEST_NAME, DeviceKind, Manifest
 from ..onnx_file.wire import external_files
 from ..regular_file import MAX_JSON_BYTES, read_regular
 from ..variants import GENAI_CONFIG, GraphFiles, choose_graph, variant_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from ..decode import DecodeLimits, FinishReason, Step, check_prompt_fits
 from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import GraphIO

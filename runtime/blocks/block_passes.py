@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from ..decode import DecodeLimits
 from ..graph.bound_graph import BoundGraph
 from ..graph.graph_io import Floats

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CheckpointError, InputError
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from ...models.safetensors_file import read_safetensors
 from ..arguments.argument_types import Amount, Count, NamedRule, Option, OptionRecord, Share, given_of, option
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ...errors import DeviceError, EdgeError
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
+from ...models.manifest import DeviceKind
 from ...models.onnx_file.model_messages import read_model
 from ...version import __version__
 from ..gpu_graph.expanded_codes import compute_in_float

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from .chip import running_architecture, system_text
 from .packages import package_of
 from .providers import COMPUTE_ACCELERATORS, DISPLAY_ADAPTERS, Device, windows_adapters

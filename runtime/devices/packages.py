@@ -17,7 +17,7 @@ from typing import Final
 
 import onnxruntime as ort
 
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ..graph.ort import ORT_ERRORS, error_reason
 
 _NO_GPU: Final = (

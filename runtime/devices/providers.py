@@ -22,7 +22,7 @@ import numpy as np
 import onnxruntime as ort
 
 from ...errors import DeviceError
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ..graph.ort import ORT_ERRORS, SILENT, load_session, session_options
 from .chip import running_architecture
 from .packages import PACKAGES, SUFFIX, missing_device, registered_plugins

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from ...models.bundle import GRAPH_NAME, Bundle
-from ...models.graph_variant import DeviceKind, Precision
+from ...models.manifest import DeviceKind, Precision
 from ...models.onnx_file.graph_editor import MICROSOFT, CannotRewriteError, GraphEditor
 from ...models.onnx_file.model_messages import ELEMENT_TYPES, Message, attribute_values, node, shape_of, value_info
 from ...models.regular_file import read_regular

@@ -17,7 +17,7 @@ import onnxruntime as ort
 from ...errors import BundleError, EdgeError
 from ...models.atomic import discard_folder
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.onnx_file.wire import external_files
 from ..devices.processor import machine
 from ..devices.providers import add_device

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...models.block_diffusion import BlockDiffusion
+from ...models.manifest import BlockDiffusion
 from ..kv.buffers import CacheTensorType
 from ..kv.state_buffers import StateType
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...errors import BundleError
-from ...models.block_diffusion import BlockDiffusion
 from ...models.bundle import Bundle
+from ...models.manifest import BlockDiffusion
 from ...models.onnx_file.wire import Operators, operators_of
 from .graph_io import GraphValue
 from .probe import ProbeResult

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
 from ...models.json_file import is_whole
+from ...models.manifest import DeviceKind
 from ...models.user_text import format_bytes
 from ..devices.providers import CPU_PROVIDER
 from ..images.image_processors import processor_of, suits_images

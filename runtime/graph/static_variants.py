@@ -19,7 +19,7 @@ import onnxruntime as ort
 
 from ...errors import BundleError, EdgeError
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.onnx_file.model_messages import read_model
 from ..kv.arena import InPlaceArena, KVArena
 from ..kv.buffers import NumpyBuffers

@@ -9,7 +9,7 @@ from typing import Final
 
 from ...errors import BundleError, InputError
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import LoadOptions
 from ..graph.graph_choice import ChosenGraphs

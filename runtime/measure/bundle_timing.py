@@ -27,7 +27,7 @@ from typing import Any, Final
 from ...errors import DeviceError, EdgeError
 from ...models.atomic import temporary_folder
 from ...models.bundle import GRAPH_NAME, Bundle, open_bundle
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.progress import Progress, silent
 from ...models.user_folders import cache_folder
 from ..devices.processor import machine

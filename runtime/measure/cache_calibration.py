@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ...errors import BundleError, DeviceError
 from ...models.bundle import CACHE_SCALES_NAME, Bundle
-from ...models.graph_variant import DeviceKind
+from ...models.manifest import DeviceKind
 from ...models.progress import Progress, silent
 from ..arguments.load_options import MEASURING_OPTIONS
 from ..graph.attention_edits import Rotation

@@ -9,8 +9,8 @@ from typing import Final
 
 from ...errors import DeviceError
 from ...models.bundle import Bundle
-from ...models.graph_variant import DeviceKind
 from ...models.json_file import Count
+from ...models.manifest import DeviceKind
 from ..devices.processor import default_threads, usable_cores, usable_physical_cores
 from ..devices.providers import Device, choose_device, cpu_device, device_identity
 from ..graph.session import SessionConfig

@@ -15,14 +15,17 @@ import edgerun.models.bundle
 from edgerun import BundleError
 from edgerun.models.bundle import Bundle, holds_only_bundle_files, open_bundle
 from edgerun.models.find import bundled_folder, find_model
-from edgerun.models.graph_variant import VARIANT_CONTRACT, DeviceKind, Precision, VariantFile
 from edgerun.models.manifest import (
+    VARIANT_CONTRACT,
     Architecture,
     Calibration,
+    DeviceKind,
     DraftPairing,
     FileDigest,
     HeadKind,
     Manifest,
+    Precision,
+    VariantFile,
     WeightFormat,
 )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgerun import BundleError
 from edgerun.models.find import find_model
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.models.variants import GraphFiles, choose_graph
 
 FORMS = ("", "_fp16", "_quantized", "_int8", "_uint8", "_q4", "_q4f16", "_bnb4")

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from ....errors import InputError
 from ....models.find import BUNDLED_MODEL
-from ....models.graph_variant import DeviceKind
 from ....models.hub.client import search_models
 from ....models.hub.downloaded_model import DownloadedModel
+from ....models.manifest import DeviceKind
 from ....models.user_text import format_bytes
 from ....runtime.devices.processor import available_memory
 from ....runtime.result import Stats

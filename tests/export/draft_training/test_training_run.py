@@ -17,11 +17,10 @@ from safetensors.numpy import load_file  # noqa: E402
 
 from edgerun.export import FP32, ExportRecipe, export_checkpoint  # noqa: E402
 from edgerun.export.draft_training import training_loop  # noqa: E402
-from edgerun.export.draft_training.optimizer import TrainOptions  # noqa: E402
 from edgerun.export.draft_training.request import DraftTrainingRequest  # noqa: E402
 from edgerun.export.draft_training.target_data import PromptConversation, load_examples  # noqa: E402
 from edgerun.export.draft_training.torch_llama import BlockRounding, CausalLM, ModelShape  # noqa: E402
-from edgerun.export.draft_training.training_loop import load_state  # noqa: E402
+from edgerun.export.draft_training.training_loop import TrainOptions, load_state  # noqa: E402
 from edgerun.export.draft_training.training_options import HeadChoice, LossKind  # noqa: E402
 from edgerun.export.draft_training.training_run import train_draft  # noqa: E402
 from edgerun.export.quantization.codes import dequantized, nearest_rows  # noqa: E402

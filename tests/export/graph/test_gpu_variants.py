@@ -14,7 +14,7 @@ from edgerun.errors import BundleError, ExportError
 from edgerun.export import ExportRecipe, export_model
 from edgerun.export.graph.gpu_variants import write_gpu_variants
 from edgerun.models.bundle import open_bundle
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.models.onnx_file.wire import external_files
 from edgerun.models.progress import silent
 from edgerun.models.user_folders import cache_folder

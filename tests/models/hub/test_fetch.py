@@ -27,11 +27,11 @@ from edgerun import BundleError, EdgeError, HubError, InputError
 from edgerun.errors import CancelledError
 from edgerun.models.bundle import open_bundle
 from edgerun.models.find import find_model
-from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.hub.client import list_repository, search_models
 from edgerun.models.hub.downloaded_model import HubId, is_safe_path, parse_hub_id
 from edgerun.models.hub.fetch import fetch_checkpoint, fetch_model
 from edgerun.models.hub.local_store import Store, models_root, stores
+from edgerun.models.manifest import DeviceKind
 from support.hub_server import HubServer, files_of, own_hub, sha256
 from support.unusual_files import needs_links
 from support.waiting import wait_until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.hardware import (
     Hardware,
     linux_hardware,

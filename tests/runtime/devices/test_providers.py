@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgerun.errors import DeviceError
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.providers import Device, choose_device, cpu_device, preferred_first
 from support.devices import (
     require_python,

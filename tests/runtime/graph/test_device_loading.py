@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.providers import Device
 from edgerun.runtime.graph.device_loading import on_cpu_text, runs_whole
 from support.devices import (
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 warnings.simplefilter('ignore')
 from edgerun.errors import DeviceError
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.models.onnx_file.model_messages import GraphProto, model, node, value_info
 from edgerun.runtime.devices.providers import Device, choose_device, registered_plugins
 from edgerun.runtime.graph.device_loading import device_failure, load_on_device

@@ -22,7 +22,7 @@ from edgerun import BundleError, GenerateOptions, Speculation
 from edgerun.edge.cli.main import main
 from edgerun.errors import EdgeError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import session
 from edgerun.runtime.graph.model_metadata import metadata_of

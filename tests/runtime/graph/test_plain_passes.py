@@ -11,7 +11,7 @@ import pytest
 
 from edgerun.errors import DeviceError
 from edgerun.models.bundle import open_bundle
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.device_check import check_device
 from edgerun.runtime.devices.providers import CPU_PROVIDER, Device, cpu_device
 from edgerun.runtime.gpu_graph import rewriting

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import edgerun
 from edgerun import BundleError, DeviceError
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.graph_variant import DeviceKind
+from edgerun.models.manifest import DeviceKind
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph import packed_files
 from edgerun.runtime.graph.attention_edits import Rotation

@@ -15,8 +15,7 @@ from edgerun import BundleError, DeviceError, InputError
 from edgerun.edge.cli.main import main
 from edgerun.export.drafts.trimmed_head import write_trimmed
 from edgerun.models.bundle import Bundle, open_bundle
-from edgerun.models.graph_variant import DeviceKind
-from edgerun.models.manifest import HeadKind
+from edgerun.models.manifest import DeviceKind, HeadKind
 from edgerun.models.pairing import DraftPair, name_draft, pair
 from edgerun.runtime.devices.providers import Device, choose_device
 from edgerun.runtime.graph.session import GraphSession, SessionConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edgerun.edge.app.models.model_endpoints import recommend, recommended_models
-from edgerun.models.graph_variant import DeviceKind
 from edgerun.models.hub.downloaded_model import parse_hub_id
+from edgerun.models.manifest import DeviceKind
 
 GB = 1_000_000_000
 
