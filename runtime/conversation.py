@@ -335,7 +335,7 @@ def _largest_file(model: LoadedModel) -> int:
 
 def _slot_format(model: LoadedModel) -> str:
     """What the slots of a model's quantized cache mean; empty for floats."""
-    return "" if model.kv_scales is None else model.kv_scales.digest
+    return "" if model.config.kv_scales is None else model.config.kv_scales.digest
 
 
 def checked_messages(value: Any) -> list[Message]:

@@ -74,11 +74,11 @@ class Engine:
         """How reasoning and calls are found in answers."""
         self.defaults: Final = model.defaults
         """How the model samples where options do not say."""
-        self.threads: Final = model.threads
+        self.threads: Final = model.config.threads
         """Number of compute threads that was asked for; 0 for the default."""
         self.compute_threads: Final = model.compute_threads
         """Number of threads that compute; None on other devices than the CPU."""
-        self.power: Final = model.power
+        self.power: Final = model.config.power
         self.on_cpu: Final = model.on_cpu
         """Which provider runs the nodes of the graph."""
         self.drafters: Final = model.drafters

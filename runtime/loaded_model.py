@@ -84,7 +84,8 @@ class LoadedModel:
     ) -> None:
         self.bundle: Final = bundle
         self._progress = progress
-        self._config = config
+        self.config: Final = config
+        """How the graph runs."""
         self._uses_cache = options.cache
         graph = open_graph(bundle, config, cache=options.cache, prefill=PrefillMode(options.prefill), steering=options)
         self._graph: DecoderGraph | None = graph
@@ -95,12 +96,6 @@ class LoadedModel:
         self.device: Final = config.device
         self.on_cpu: Final = graph.on_cpu
         """Which provider runs the nodes of the graph."""
-        self.threads: Final = config.threads
-        """Number of compute threads; 0 for `default_threads`."""
-        self.kv_scales: Final = config.kv_scales
-        """The scales of a quantized KV cache; None for a float cache."""
-        self.power: Final = config.power
-        """Whether the threads spin while they wait for work, or sleep."""
         if graph.graph_io.vocab_size < graph.graph_io.input_vocab and bundle.file(TARGET_IDS_NAME) is not None:
             sizes = f"{graph.graph_io.vocab_size} of {graph.graph_io.input_vocab} tokens"
             raise BundleError(f"{bundle.folder} is a draft whose head has {sizes}", "run the model that it drafts for")
@@ -138,7 +133,7 @@ class LoadedModel:
     @property
     def compute_threads(self) -> int | None:
         """Number of threads that compute; None on other devices than the CPU."""
-        return (self.threads or default_threads()) if self.device.kind is DeviceKind.CPU else None
+        return (self.config.threads or default_threads()) if self.device.kind is DeviceKind.CPU else None
 
     def close(self) -> None:
         """End the answers being generated and free the memory; calling it again does nothing."""
@@ -205,7 +200,7 @@ class LoadedModel:
         Raises:
             BundleError: the graph cannot be loaded.
         """
-        graph = open_graph(self.bundle, replace(self._config, kv_scales=None), cache=self._uses_cache)
+        graph = open_graph(self.bundle, replace(self.config, kv_scales=None), cache=self._uses_cache)
         return graph.bind(graph.arena(self.context))
 
     def answer_start(self, options: GenerateOptions) -> AnswerStart | None:
@@ -378,7 +373,7 @@ class LoadedModel:
 
     def _prefix_key(self) -> str:
         """What cache slots depend on besides the tokens and the graph that reads the prompt."""
-        scales = "" if self.kv_scales is None else self.kv_scales.digest
+        scales = "" if self.config.kv_scales is None else self.config.kv_scales.digest
         types = [(str(each.dtype), each.shape_of(0)) for each in self.graph_io.tensor_types]
         where = (*device_identity(self.device), RUNTIME_BUILD, processor())
         return "\0".join(map(str, (model_id(self.bundle), *where, scales, types)))

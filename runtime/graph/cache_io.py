@@ -34,11 +34,8 @@ _STATE_NAME: Final = re.compile(
     r".*(conv|ssm|recurrent|rwkv|mamba).*|cache_params\b.*|(.*[._])?state[._]?\d*", re.IGNORECASE
 )
 """Names of inputs and outputs that hold states."""
-_FILLERS: Final = frozenset(
-    {"past", "present", "new", "updated", "next", "input", "output", "in", "out", "cache", "params", "layer", "layers"}
-    | {"state", "states"}
-)
-"""Words that say nothing about the content."""
+_FILLERS: Final = _FILLER_WORDS | {"next", "cache", "params", "state", "states"}
+"""Words that say nothing about the content of a state."""
 _KINDS: Final = {"conv": "convolution"}
 """Words for the content of states whose usual name is another."""
 _UPDATES: Final = "updates"

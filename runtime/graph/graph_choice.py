@@ -199,7 +199,7 @@ class ChosenGraphs(DecoderGraph):
 
         Raises:
             EdgeError: a required graph cannot be loaded, for example because a device's memory does not hold the
-                weights twice. Bindings that are made from now on have no trees.
+                weights twice. Without the graph for trees, bindings that are made from now on have no trees.
         """
         with self._loading:
             if graph.name in self.failures:
@@ -216,7 +216,8 @@ class ChosenGraphs(DecoderGraph):
                         )
                 except EdgeError as error:
                     if graph.required:
-                        self.disable_trees()
+                        if isinstance(graph, TreeGraph):
+                            self.disable_trees()
                         raise
                     self.failures[graph.name] = error.what
                     _log.warning("the model's own graph runs all passes: %s", error.what)

@@ -56,8 +56,6 @@ class StateType:
 
     def over(self, tokens: int) -> tuple[int, ...]:
         """Shape of what a pass over some tokens returns."""
-        if not self.of_every_token:
-            return (self.layers, *self.shape)
         return (self.layers, self.shape[0] + self.returned(tokens), *self.shape[1:])
 
     def returned(self, tokens: int) -> int:

@@ -220,6 +220,9 @@ class DrafterPool:
 
         Of sets that are alike, the most recently used is taken.
         """
+        if self._resources is not None and self._resources.trees is not self._graph.graph_io.supports_trees:
+            self._resources = None  # the graph for trees could not be loaded
+            self._idle.clear()
         if not self._idle:
             return DrafterSet(self._load_resources())
         best = max(

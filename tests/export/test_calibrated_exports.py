@@ -263,7 +263,7 @@ def test_the_scales_of_an_int8_cache_are_stored_and_used(checkpoint: Path, tmp_p
     stored = tmp_path / "bundle" / "kv_scales.json"
     stages: list[str] = []
     with edgerun.load(tmp_path / "bundle", kv="int8", progress=lambda stage, _: stages.append(stage)) as engine:
-        assert engine.model.kv_scales.to_json() == json.loads(stored.read_bytes())
+        assert engine.model.config.kv_scales.to_json() == json.loads(stored.read_bytes())
     assert not stages
     stored.write_bytes(stored.read_bytes().replace(b"0", b"1", 1))
     with pytest.raises(edgerun.BundleError, match=r"kv_scales\.json is damaged"):

@@ -114,7 +114,7 @@ def test_more_threads_than_processors_are_not_started(
     tiny_bundle: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.WARNING), edgerun.load(tiny_bundle, threads=1024) as engine:
-        assert engine.model.threads == usable_cores()
+        assert engine.threads == usable_cores()
     assert [record.getMessage() for record in caplog.records] == [
         f"threads is 1024, but this program may use {usable_cores()} processors: {usable_cores()} threads compute"
     ]

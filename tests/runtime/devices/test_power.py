@@ -118,7 +118,7 @@ def test_threads_sleep_between_passes(draft: str | None, monkeypatch: pytest.Mon
     for power in (Power.SAVER, Power.PERFORMANCE):
         given.clear()
         with edgerun.load(draft=draft, power=power) as engine:
-            assert engine.model.power is power
+            assert engine.power is power
             engine.generate("list files", max_tokens=4)
             assert len(given) == (1 if draft is None else 2)
             assert [sleeps(options) for options in given] == [power.saves] * len(given)

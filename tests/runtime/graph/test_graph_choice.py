@@ -120,6 +120,19 @@ def test_a_further_graph_that_cannot_be_loaded_costs_a_line_and_no_answer(
     assert wide.loaded == 1
 
 
+def test_a_graph_for_other_passes_than_trees_that_cannot_be_loaded_leaves_trees(tiny_bundle: Path) -> None:
+    class Needed(WidePasses):
+        required = True
+
+    def damaged() -> GraphSession:
+        raise BundleError("it is damaged")
+
+    graphs = ChosenGraphs(load(tiny_bundle), (Needed(damaged),))
+    with pytest.raises(BundleError, match="it is damaged"):
+        prefill(graphs.bind(graphs.arena(64)), PROMPT)
+    assert graphs.graph_io.supports_trees
+
+
 @pytest.mark.parametrize(("family", "changed"), [("llama", {"num_key_value_heads": 1}), ("lfm2", {"conv_L_cache": 4})])
 def test_a_graph_with_another_cache_or_other_states_is_not_used(
     tmp_path: Path, family: str, changed: dict[str, int]

@@ -87,7 +87,7 @@ def test_load_uses_the_choice_unless_threads_are_given(tiny_bundle: Path, monkey
     assert set(choice.seconds) == {2, 1}
     assert all(value > 0 for value in choice.seconds.values())
     with edgerun.load(tiny_bundle) as engine:
-        assert engine.model.compute_threads == engine.model.threads == 1
+        assert engine.model.compute_threads == engine.threads == 1
         assert engine.generate("the", raw=True, max_tokens=2).stats.completion_tokens == 2
     with edgerun.load(tiny_bundle, cache=False) as engine:
-        assert engine.model.threads == 0
+        assert engine.threads == 0

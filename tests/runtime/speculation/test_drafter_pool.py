@@ -44,6 +44,19 @@ def test_rounds_add_up_to_the_statistics(engine: Engine) -> None:
     assert plain.rounds == (None,) * 4
 
 
+def test_drafts_are_chains_after_the_graph_for_trees_could_not_be_loaded(tiny_bundle: Path) -> None:
+    options = GenerateOptions(max_tokens=60, raw=True, ignore_eos=True, explain=True)
+    with eager_engine(tiny_bundle) as engine:
+        replies = [engine.generate("the other the other the other", options)]
+        engine.model._graph.disable_trees()
+        replies.append(engine.generate("the other the other the other", options))
+    rounds = [[one for one in reply.stats.rounds if one is not None] for reply in replies]
+    branches = [max(most for one in each for most in one.drafted_by_depth) for each in rounds]
+    assert branches[0] > 1
+    assert branches[1] == 1
+    assert replies[0].text == replies[1].text
+
+
 def test_stop_sequences_within_an_accepted_path_end_the_answer(engine: Engine) -> None:
     options = GenerateOptions(max_tokens=50, raw=True, seed=0)
     text = engine.generate("the the the", options, speculation=OFF).text
