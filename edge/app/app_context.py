@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -17,7 +16,7 @@ from ...runtime.scheduling.request_run import LoopQueue
 from ..conversations.store import ConversationStore
 from ..server.http_protocol import EVENT_HEADERS, event, next_events, watching_client
 from ..server.server_settings import ServerSettings
-from ..service.model_files import ModelFiles
+from ..service.model_files import describe_model
 from ..service.model_pool import ModelPool
 from ..tools.tool_servers import ToolServers
 
@@ -158,14 +157,9 @@ class AppContext:
     embedding_model: str | None = None
     """Which model finds passages of documents by their meaning; as for `passage_encoder`."""
 
-    @cached_property
-    def files(self) -> ModelFiles:
-        """What the files of the models say."""
-        return ModelFiles(self.pool)
-
     def default_model(self) -> str | None:
         """The model of conversations that name none; None where no model writes texts."""
         chosen = read_settings(self.store)["default_model"]
-        entries = self.pool.offered.entries()
-        offered = [entry.id for entry in entries if "completion" in self.files.describe(entry)["capabilities"]]
+        described = ((each.id, describe_model(each, self.pool.kind)) for each in self.pool.offered.entries())
+        offered = [name for name, files in described if "completion" in files["capabilities"]]
         return chosen if chosen in offered else next(iter(offered), None)

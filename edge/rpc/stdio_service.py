@@ -20,13 +20,13 @@ from ...runtime.result import Reply
 from ...runtime.scheduling.request_run import Run
 from ...version import __version__
 from ..service.generation_fields import GenerationRequest, check_token_ids
-from ..service.model_files import ModelFiles
+from ..service.model_files import describe_model
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import ChatCompletionObjects, CompletionObjects, GenerationObjects
 from ..service.pooled_model import ModelState
 from ..service.text_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from . import protocol
-from .connection import MAX_REQUESTS, Call, Connection, Method, methods_of
+from .connection import MAX_REQUESTS, Call, Connection, method_of, methods_of
 from .line_transport import MAX_UNREAD_BYTES, STDIN, LineWriter, binary, read_lines, take_over_stdout
 from .session_methods import MAX_SESSIONS, SessionMethods
 
@@ -45,7 +45,6 @@ class RpcMethods(SessionMethods):
 
     def __init__(self, pool: ModelPool, power: Power, max_line_bytes: int) -> None:
         super().__init__(pool)
-        self._files: Final = ModelFiles(pool)
         self._power: Final = power
         self._max_line_bytes: Final = max_line_bytes
 
@@ -78,7 +77,7 @@ class RpcMethods(SessionMethods):
                     loaded=entry.id in loaded,
                     owner=entry.owner,
                     created=entry.created,
-                    capabilities=self._files.describe(entry)["capabilities"],
+                    capabilities=describe_model(entry, self._pool.kind)["capabilities"],
                 )
                 for entry in self._pool.offered.entries()
             ]
@@ -211,7 +210,7 @@ def _cancel_request(_self: object, call: Call, id: protocol.RequestId) -> protoc
 
 
 CLIENT_NOTIFICATIONS: Final = {
-    "$/cancelRequest": Method("cancel/request", _cancel_request),
+    "$/cancelRequest": method_of("cancel/request", _cancel_request),
     "session/cancel": METHODS["session/cancel"],
 }
 """Messages of the client that have no id, and get no response."""
@@ -250,8 +249,8 @@ def protocol_schema() -> dict[str, Any]:
     A message of either side validates against the whole. `methods` and `notifications` name the schemas of parameters
     and results, for programs that generate code.
     """
-    methods = {name: (each.parameters.kind, each.result) for name, each in METHODS.items()}
-    notified = {name: each.parameters.kind for name, each in CLIENT_NOTIFICATIONS.items()}
+    methods = {name: (each.kind, each.result) for name, each in METHODS.items()}
+    notified = {name: each.kind for name, each in CLIENT_NOTIFICATIONS.items()}
     types: list[Any] = [
         *chain(*methods.values()),
         *notified.values(),
@@ -295,7 +294,7 @@ def protocol_schema() -> dict[str, Any]:
 
 def _call(method: str, params: dict[str, Any], id_: dict[str, Any] | None = None) -> dict[str, Any]:
     """The schema of a request, or of a notification if it has no id."""
-    optional = method in METHODS and not METHODS[method].parameters.kind.__struct_fields__
+    optional = method in METHODS and not METHODS[method].kind.__struct_fields__
     members = {**({} if id_ is None else {"id": id_}), "method": {"const": method}, "params": params}
     return _message(members, optional="params" if optional else "")
 

@@ -20,7 +20,6 @@ from ...runtime.scheduling.request_run import Cancellation, LoopQueue, Run
 from ...runtime.structure.response_format import CLIENT
 from ..service.body_decoder import StrictStruct
 from ..service.generation_fields import GenerationRequest
-from ..service.model_files import ModelFiles
 from ..service.model_pool import ModelPool
 from ..service.openai_objects import GenerationObjects
 from ..service.request_error import describe
@@ -61,7 +60,6 @@ class RequestService:
 
     def __init__(self, pool: ModelPool, settings: ServerSettings) -> None:
         self.pool: Final = pool
-        self.files: Final = ModelFiles(pool)
         self.settings: Final = settings
         self.metrics: Final = ServerMetrics(pool.status)
         self.draining = False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from ...models.bundle import Bundle, unchecked_bundle
 from ...models.file_system import remove
 from ...models.find import BUNDLED_MODEL, exports_folder, is_on_hub
 from ...models.graph_files import find_graph
+from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
@@ -27,65 +28,57 @@ _UNKNOWN: Final[Mapping[str, Any]] = {
     "weight_bytes": 0,
     "cache_bytes_per_token": None,
     "context": None,
-    "chats": False,
     "capabilities": ["completion"],
     "sampling_defaults": {},
 }
 """What is said of a model whose files cannot be read; loading it says more."""
 
 
-class ModelFiles:
-    """The files of the models of a pool."""
+def describe_model(entry: ModelEntry, kind: DeviceKind) -> Mapping[str, Any]:
+    """What a model's files say of it, those for a kind of device."""
+    path = Path(entry.source)
+    try:
+        if not path.exists() and is_on_hub(entry.source):
+            named = parse_hub_id(entry.source)
+            here = Store(named.repo).all_downloaded()
+            path = next((each.path for each in here if named.variant in (None, each.variant)), path)
+        graph, _, folder = find_graph(path, None, kind)
+        return _read_files(graph, folder, graph.stat().st_mtime_ns)
+    except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
+        return _UNKNOWN
 
-    def __init__(self, pool: ModelPool) -> None:
-        self._pool: Final = pool
-        self._lock: Final = threading.Lock()
-        self._read: Final[dict[tuple[str, int], Mapping[str, Any]]] = {}
-        """What was read of a model's files, by their folder and the time at which the graph was written."""
 
-    def describe(self, entry: ModelEntry) -> Mapping[str, Any]:
-        """What a model's files say of it."""
-        path = Path(entry.source)
-        try:
-            if not path.exists() and is_on_hub(entry.source):
-                named = parse_hub_id(entry.source)
-                here = Store(named.repo).all_downloaded()
-                path = next((each.path for each in here if named.variant in (None, each.variant)), path)
-            graph, _, folder = find_graph(path, None, self._pool.kind)
-            key = str(graph), graph.stat().st_mtime_ns
-            with self._lock:
-                if key not in self._read:
-                    self._read[key] = describe_files(unchecked_bundle(graph, folder))
-                return self._read[key]
-        except (EdgeError, OSError):  # not downloaded yet, removed meanwhile, or damaged
-            return _UNKNOWN
+@lru_cache(256)
+def _read_files(graph: Path, folder: Path, _modified_ns: int) -> Mapping[str, Any]:
+    return describe_files(unchecked_bundle(graph, folder))
 
-    def remove(self, model: str) -> None:
-        """Unload a model that was downloaded or exported here, and remove its files.
 
-        Raises:
-            InputError: it is the bundled model, or lies in a folder of the user's own; or the disk refused.
-            RequestError: there is no such model, or it is in use.
-            HubError: the disk refused.
-        """
-        entry = self._pool.offered.find(model)
-        if entry.id == BUNDLED_MODEL:
-            raise InputError(f"{entry.id} comes with edge-run and cannot be removed", "remove a downloaded model")
-        path = Path(entry.source)
-        downloaded = read_downloaded(path)
-        if downloaded is None and not _is_exported(path):
-            raise InputError(f"{entry.id} is not a model that edge-run downloaded", f"its files are in {entry.source}")
-        self._pool.unload(entry.id)
-        if downloaded is not None:
-            store = Store(downloaded.repo)
-            others = [each for each in store.all_downloaded() if each.folder != downloaded.folder]
-            store.remove([downloaded] if others or store.unfinished_bytes() else None)
-            return
-        try:
-            remove(path)
-        except OSError as error:
-            what = f"{error.filename or path} cannot be removed: {error.strerror or error}"
-            raise InputError(what, "close the programs that use it, and check its permissions") from error
+def remove_model(pool: ModelPool, model: str) -> None:
+    """Unload a model that was downloaded or exported here, and remove its files.
+
+    Raises:
+        InputError: it is the bundled model, or lies in a folder of the user's own; or the disk refused.
+        RequestError: there is no such model, or it is in use.
+        HubError: the disk refused.
+    """
+    entry = pool.offered.find(model)
+    if entry.id == BUNDLED_MODEL:
+        raise InputError(f"{entry.id} comes with edge-run and cannot be removed", "remove a downloaded model")
+    path = Path(entry.source)
+    downloaded = read_downloaded(path)
+    if downloaded is None and not _is_exported(path):
+        raise InputError(f"{entry.id} is not a model that edge-run downloaded", f"its files are in {entry.source}")
+    pool.unload(entry.id)
+    if downloaded is not None:
+        store = Store(downloaded.repo)
+        others = [each for each in store.all_downloaded() if each.folder != downloaded.folder]
+        store.remove([downloaded] if others or store.unfinished_bytes() else None)
+        return
+    try:
+        remove(path)
+    except OSError as error:
+        what = f"{error.filename or path} cannot be removed: {error.strerror or error}"
+        raise InputError(what, "close the programs that use it, and check its permissions") from error
 
 
 def is_removable(path: Path) -> bool:
@@ -104,7 +97,6 @@ def describe_files(bundle: Bundle) -> dict[str, Any]:
         EdgeError: one is damaged.
         OSError: one cannot be read.
     """
-    can = capabilities(bundle)
     files = (bundle.folder if bundle.manifest is None else bundle.graph.parent).rglob("*")
     return {
         "architecture": str(bundle.config.get("model_type", "")),
@@ -112,8 +104,7 @@ def describe_files(bundle: Bundle) -> dict[str, Any]:
         "weight_bytes": bundle.weight_bytes,
         "cache_bytes_per_token": _cache_bytes(bundle.config),
         "context": bundle.context,
-        "chats": "tools" in can,
-        "capabilities": can,
+        "capabilities": capabilities(bundle),
         "sampling_defaults": _sampling_defaults(model_defaults(bundle)),
     }
 

@@ -161,9 +161,9 @@ class ExportJobs(WorkQueue[_ExportJob]):
                 return self._told(job, "removed")
             if job.state not in {WorkState.MEASURING, WorkState.EXPORTING}:
                 self._end(job, WorkState.CANCELLED)
-        # It reads a flag and closes a pipe; the thread of the job sets its state.
-        job.cancellation.cancel()
-        return {"job": job.as_object()}
+            # It reads a flag and closes a pipe; the thread of the job sets its state.
+            job.cancellation.cancel()
+            return {"job": job.as_object()}
 
     def close(self) -> None:
         """End the job that works."""
@@ -199,6 +199,7 @@ class ExportJobs(WorkQueue[_ExportJob]):
             arguments["work"] = str(job.work)
             found = run_job("frontier", arguments, progress, job.cancellation)
             with self._changed:
+                job.cancellation.check()
                 job.plans, job.state = list(found["plans"]), WorkState.CHOOSING
                 self._told(job)
             return

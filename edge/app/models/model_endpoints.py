@@ -24,7 +24,7 @@ from ....runtime.result import Stats
 from ...conversations.answering import model_messages
 from ...conversations.records import Role
 from ...server.json_endpoint import Handler, JsonRoute, json_routes
-from ...service.model_files import is_removable
+from ...service.model_files import describe_model, is_removable, remove_model
 from ..app_context import AppContext
 from .download_queue import DownloadQueue
 from .drafting_checks import MAX_TOKENS, ExactnessChecks, SpeedComparisons
@@ -91,7 +91,7 @@ class ModelServices:
 
     def remove(self, id: str) -> object:  # noqa: A002  the name of the field
         """Remove a model that was downloaded or exported here."""
-        self.context.files.remove(id)
+        remove_model(self.context.pool, id)
         self.context.events.publish("models")
         return self.models()
 
@@ -178,7 +178,7 @@ def model_objects(context: AppContext) -> list[dict[str, Any]]:
     status = {each.id: each for each in context.pool.status()}
     found = []
     for entry in context.pool.offered.entries():
-        known, files = status.get(entry.id), context.files.describe(entry)
+        known, files = status.get(entry.id), describe_model(entry, context.pool.kind)
         length, cache = context.pool.sizes_of(entry.id) or (files["context"], files["cache_bytes_per_token"])
         bundled = entry.id == BUNDLED_MODEL
         name, _, variant = entry.id.rpartition("/")[2].partition(":")
@@ -194,7 +194,6 @@ def model_objects(context: AppContext) -> list[dict[str, Any]]:
                 "bundled": bundled,
                 "removable": not bundled and is_removable(Path(entry.source)),
                 "about": _BUNDLED_ABOUT if bundled else "",
-                "chats": files["chats"] and not bundled,
                 "cache_bytes_per_token": cache,
                 "context": length,
                 "memory_bytes": files["weight_bytes"] + (length or 0) * (cache or 0),

@@ -20,6 +20,7 @@ from ....runtime.tools.calls import ToolCall
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, KeepAlive, RequestFields, keep_seconds
 from ...service.message_fields import FunctionTool, JsonObjectFormat, base64_image, checked_messages, tool_mappings
+from ...service.model_files import describe_model, remove_model
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
 from ...service.pooled_model import ModelState
@@ -213,10 +214,10 @@ class OllamaPullBody(StrictStruct):
 
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
-    pool, files = service.pool, service.files
+    pool = service.pool
 
     def described(entry: ModelEntry) -> dict[str, Any]:
-        known = files.describe(entry)
+        known = describe_model(entry, pool.kind)
         details = {"format": "onnx", "family": known["architecture"], "quantization_level": entry.id.partition(":")[2]}
         names = {"name": entry.id, "model": entry.id, "digest": "", "details": details}
         about_files = {"size": known["disk_bytes"], "capabilities": known["capabilities"]}
@@ -254,16 +255,20 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     def show(model: str, verbose: bool | None = None) -> object:  # noqa: ARG001  all is told
         """What a model is."""
         entry = pool.offered.find(model)
-        known, family = files.describe(entry), described(entry)["details"]["family"]
+        known, family = describe_model(entry, pool.kind), described(entry)["details"]["family"]
         info = {"general.architecture": family, f"{family}.context_length": known["context"]}
         return {**described(entry), "model_info": info}
+
+    def delete(model: str) -> None:
+        """Unload a model that was downloaded or exported here, and remove its files."""
+        remove_model(pool, model)
 
     table = (
         ("GET", "/api/version", version),
         ("GET", "/api/tags", tags),
         ("GET", "/api/ps", loaded),
         ("POST", "/api/show", show),
-        ("DELETE", "/api/delete", files.remove),
+        ("DELETE", "/api/delete", delete),
     )
     return [
         *json_routes(service.settings, table, protocol=OLLAMA),

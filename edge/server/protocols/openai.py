@@ -10,6 +10,7 @@ from ....runtime.engine import Engine
 from ....runtime.scheduling.request_run import Cancellation
 from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import check_token_ids
+from ...service.model_files import describe_model
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import ChatCompletionObjects, CompletionObjects, embedding_list, model_object
 from ...service.pooled_model import ModelState
@@ -33,7 +34,7 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
     offered = service.pool.offered
 
     def described(entry: ModelEntry) -> dict[str, Any]:
-        return model_object(entry.id, entry.created, service.files.describe(entry)["capabilities"])
+        return model_object(entry.id, entry.created, describe_model(entry, service.pool.kind)["capabilities"])
 
     def models() -> object:
         """The models that are offered."""

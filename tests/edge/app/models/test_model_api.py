@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from edgerun import load
 from edgerun.edge.app.app_context import AppContext, EventChannel
+from edgerun.edge.app.models import export_jobs
+from edgerun.edge.app.models.export_jobs import ExportJobs
 from edgerun.edge.app.models.model_endpoints import model_objects
 from edgerun.edge.conversations.store import ConversationStore
 from edgerun.edge.server.server_settings import ServerSettings
@@ -77,7 +80,7 @@ def test_models_say_what_they_need_and_are_loaded_and_unloaded(client: httpx.Cli
     assert model["context"] == bundle.context
     assert model["memory_bytes"] == bundle.weight_bytes + bundle.context * cache_bytes
     assert model["disk_bytes"] >= bundle.weight_bytes
-    assert (model["loaded"], model["removable"], model["chats"]) == (False, False, True)
+    assert (model["loaded"], model["removable"], "tools" in model["capabilities"]) == (False, False, True)
     # The graph says the same of its cache as the configuration.
     ask(client, "/api/models/load", {"id": "bundle"})
     assert model_of(client, "bundle") == {**model, "loaded": True}
@@ -243,6 +246,25 @@ def test_an_export_of_one_format_has_one_step(client: httpx.Client, checkpoint: 
     assert job["name"] == "tiny-chat"
     assert job["result"]["bits_per_weight_in_file"] == 9.0
     assert (home / "models" / "tiny-chat" / "model.onnx").is_file()
+
+
+def test_an_export_that_is_cancelled_while_its_plans_arrive_does_not_wait_for_a_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EDGERUN_HOME", str(tmp_path))
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    jobs, measured = ExportJobs("export", "job", EventChannel()), threading.Event()
+
+    def cancelled_at_the_end(*_: object) -> dict[str, Any]:
+        jobs.cancel(jobs.list()["jobs"][0]["key"])
+        measured.set()
+        return {"plans": [{"bytes_read": 1, "bits_per_weight": 4.0, "kl": 0.1, "plan": ""}]}
+
+    monkeypatch.setattr(export_jobs, "run_job", cancelled_at_the_end)
+    jobs.add("checkpoint")
+    measured.wait()
+    jobs.close()
+    assert [job["state"] for job in jobs.list()["jobs"]] == ["cancelled"]
 
 
 def test_exports_that_cannot_be_made_are_errors_of_one_line(client: httpx.Client, tmp_path: Path) -> None:
