@@ -30,7 +30,7 @@ from ...runtime.devices.processor import usable_cores
 from ...version import __version__
 from ..conversations.records import ChangeKind, MessageState, Preset
 from ..conversations.store import KEPT_DAYS
-from ..server.asgi_app import Guard, asgi_app, closing_app, origin_refusal
+from ..server.asgi_app import asgi_app, closing_app, guarded, origin_refusal
 from ..server.endpoints import RequestService
 from ..server.http_protocol import ProtocolRoute, RefusedError
 from ..server.json_endpoint import json_routes
@@ -40,7 +40,7 @@ from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
 from .conversation_endpoints import checked_sampling, conversation_routes
 from .generations import Generations
 from .models.model_endpoints import ModelServices, model_objects, model_routes
-from .page_files import PageFiles, PageHeaders, index_page
+from .page_files import PageFiles, index_page, with_page_headers
 
 _log: Final = logging.getLogger(__name__)
 _POLL_S: Final = 1.0
@@ -148,13 +148,13 @@ def chat_app(service: AppService) -> ASGIApp:
             *tool_routes(context),
         ],
         [
-            Middleware(PageHeaders),
-            Middleware(Guard, partial(origin_refusal, context.settings)),
-            Middleware(Guard, partial(session_refusal, service.access)),
+            Middleware(with_page_headers),
+            Middleware(guarded, partial(origin_refusal, context.settings)),
+            Middleware(guarded, partial(session_refusal, service.access)),
         ],
         service.close,
     )
-    programs = asgi_app(service, Middleware(Guard, _file_refusal))
+    programs = asgi_app(service, Middleware(guarded, _file_refusal))
     paths = [route for route in programs.routes if isinstance(route, ProtocolRoute)]
 
     async def side_by_side(scope: Scope, receive: Receive, send: Send) -> None:

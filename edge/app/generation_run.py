@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +31,8 @@ from ..tools.call_rounds import CallingAnswer, Decision
 from ..tools.mcp_connection import ServerTool
 from .app_context import AppContext, EventChannel, read_settings
 from .models.model_endpoints import record_speed
+from .models.work_queue import outcome
 
-_log: Final = logging.getLogger(__name__)
 _ALTERNATIVES: Final = 5
 """Alternatives that are kept with each token."""
 _PROGRESS_S: Final = 0.1
@@ -81,25 +80,21 @@ class GenerationRun:
             if all(each.cancellation.cancelled for each in self.generations):
                 run.cancellation.cancel()
 
-        error = None
-        try:
+        def generate() -> None:
             with ExitStack() as watching:
                 for each in self.generations:
                     watching.enter_context(each.cancellation.calling(cancel_if_all_are))
                 for each in self._generate_all(run.cancellation):
                     each.finish()
                     self._ended(each)
-        except EdgeError as problem:
-            error = str(problem)
-        except Exception as problem:  # noqa: BLE001  what it is goes to the log
-            _log.error("an answer failed: %s", type(problem).__name__, exc_info=problem)
-            error = f"the app failed: {type(problem).__name__}"
+
+        _, error = outcome("the answer", generate)
         try:
             for each in self.generations:
                 if not each.ended:
                     cancelled = each.cancellation.cancelled
                     each.state, each.stats = each.state_if_cancelled if cancelled else MessageState.FAILED, None
-                    each.finish(None if cancelled else error)
+                    each.finish(None if cancelled else error or "the answer was cancelled")
         finally:
             for each in self.generations:
                 self._ended(each)

@@ -47,15 +47,10 @@ CONTENT_SECURITY_POLICY: Final = "; ".join(
 """What a page may load: its own files, with the import map that is in the HTML, and nothing from anywhere else."""
 
 
-class PageHeaders:
+def with_page_headers(app: ASGIApp) -> ASGIApp:
     """Middleware that adds the headers that protect the page, as far as a response does not set them itself."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app: Final = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add the headers to the response."""
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -63,7 +58,9 @@ class PageHeaders:
                     headers.setdefault(name, value)
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        await app(scope, receive, with_headers)
+
+    return answer
 
 
 _HEADERS: Final = {

@@ -38,6 +38,8 @@ END_STATES: Final = {
     FinishReason.CANCELLED: MessageState.STOPPED,
 }
 """States of answers by the reason for which they ended."""
+_KEPT: Final = ("first_token_s", "total_s", "prompt_tokens", "reused_tokens", "tokens_per_pass", "drafted", "accepted")
+"""Statistics that are kept as they are."""
 _SMALL_TALK: Final = re.compile(
     r"(hi+|hello|hey|yo|thanks?|thank you|good (morning|evening|night|day)|bye|ok(ay)?|please|help|test(ing)?|"
     r"(how|who|what) are you|what can you do|what is this|tell me .*|why .*|write .* (poem|story|essay).*)"
@@ -57,14 +59,8 @@ def stats_object(stats: Stats, trimmed: Sequence[str] = (), *, no_passage: bool 
     return {
         "tokens": stats.text_tokens,
         "tokens_per_second": stats.decode_tokens_per_second,
-        "first_token_s": stats.first_token_s,
-        "total_s": stats.total_s,
-        "prompt_tokens": stats.prompt_tokens,
-        "reused_tokens": stats.reused_tokens,
+        **{name: getattr(stats, name) for name in _KEPT},
         "int8_prompt_tokens": stats.prompt_readers.get(INT8_GRAPH, 0),
-        "tokens_per_pass": stats.tokens_per_pass,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
         "drafters": {name: asdict(counts) for name, counts in stats.by_source.items()},
         "trimmed": list(trimmed),
         **({"no_passage": True} if no_passage else {}),

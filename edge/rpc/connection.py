@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import re
@@ -85,27 +84,21 @@ class Call(Run[None]):
             self.notify("$/progress", params)
 
 
-class Method:
+def method_of(name: str, function: Callable[..., msgspec.Struct | Mapping[str, Any]]) -> Parameters:
     """A method of the protocol, or a notification of the client.
 
     Args:
         name: its name.
         function: answers a request: called with the owner, the `Call` and the parameters; returns the result.
     """
-
-    def __init__(self, name: str, function: Callable[..., msgspec.Struct | Mapping[str, Any]]) -> None:
-        self.function: Final = function
-        self.parameters: Final = Parameters(
-            function, ("self", "_self", "call", "_call"), f"{name.title().replace('/', '')}Params"
-        )
-        self.result: Final = inspect.signature(function, eval_str=True).return_annotation
+    return Parameters(function, ("self", "_self", "call", "_call"), f"{name.title().replace('/', '')}Params")
 
 
-def methods_of(owner: type) -> dict[str, Method]:
+def methods_of(owner: type) -> dict[str, Parameters]:
     """The public methods of a class by their names in the protocol: `models_list` is `models/list`."""
     named = {name: each for kind in reversed(owner.__mro__[:-1]) for name, each in vars(kind).items()}
     return {
-        (method := name.replace("_", "/", 1)): Method(method, each) for name, each in named.items() if name[0] != "_"
+        (method := name.replace("_", "/", 1)): method_of(method, each) for name, each in named.items() if name[0] != "_"
     }
 
 
@@ -127,8 +120,8 @@ class Connection:
         self,
         output: LineWriter,
         owner: object,
-        methods: Mapping[str, Method],
-        notifications: Mapping[str, Method],
+        methods: Mapping[str, Parameters],
+        notifications: Mapping[str, Parameters],
         *,
         debug: bool,
     ) -> None:
@@ -230,7 +223,7 @@ class Connection:
     def _answer(self, call: Call, params: bytes) -> None:
         """Answer a request."""
         try:
-            result = self._called(self._methods[call.method], call, params)
+            result = self._call(self._methods[call.method], call, params)
             response = encode_line({"jsonrpc": _VERSION, "id": call.id, "result": result})
             self._initialized |= call.method == "initialize"
         except Exception as caught:  # noqa: BLE001  the client is told
@@ -243,8 +236,8 @@ class Connection:
         if call.method == "shutdown":
             self.end()
 
-    def _called(self, method: Method, call: Call, params: bytes) -> msgspec.Struct | Mapping[str, Any]:
-        return method.function(self._owner, call, **method.parameters.read(params))
+    def _call(self, method: Parameters, call: Call, params: bytes) -> object:
+        return method.function(self._owner, call, **method.read(params))
 
     def _take_notification(self, method: str, params: bytes) -> None:
         """Do what a notification says; JSON-RPC does not answer one that is wrong."""
@@ -253,7 +246,7 @@ class Connection:
             _log.warning("the notification %.200r was ignored; %s; a request has an id", method, known)
             return
         try:
-            self._called(self._notifications[method], Call("", method, self, lambda _: None), params)
+            self._call(self._notifications[method], Call("", method, self, lambda _: None), params)
         except EdgeError as error:
             _log.warning("the notification %s was ignored: %s", method, error)
 

@@ -77,10 +77,7 @@ class SessionMethods:
         except BaseException:
             del self._sessions[id_]
             raise
-        messages = [
-            protocol.SessionMessage(role=each["role"], content=each["content"])
-            for each in json_messages(session.messages)
-        ]
+        messages = msgspec.convert(json_messages(session.messages), list[protocol.SessionMessage])
         return protocol.SessionInfo(session_id=id_, model=model, context=engine.context, messages=messages)
 
     def session_prompt(self, call: Call, body: protocol.SessionPromptParams) -> protocol.PromptResult:

@@ -61,7 +61,7 @@ def closing_app(routes: Sequence[BaseRoute], middleware: Sequence[Middleware], c
 def asgi_app(service: RequestService, *further: Middleware) -> Starlette:
     """The ASGI application of a service, with further middleware; ending its lifespan closes the service."""
     settings = service.settings
-    middleware = [Middleware(_RequestCount, service), Middleware(Guard, partial(origin_refusal, settings))]
+    middleware = [Middleware(_counted, service), Middleware(guarded, partial(origin_refusal, settings))]
     if settings.allow_origins:
         middleware.append(
             Middleware(
@@ -71,7 +71,7 @@ def asgi_app(service: RequestService, *further: Middleware) -> Starlette:
                 allow_headers=("*",),
             )
         )
-    middleware.append(Middleware(Guard, partial(_key_refusal, settings.api_key)))
+    middleware.append(Middleware(guarded, partial(_key_refusal, settings.api_key)))
     middleware.extend(further)
     own = [route for protocol in PROTOCOLS for route in protocol.routes(service)]
     routes = [Route("/", _index, methods=["GET"]), *own, *_plain_routes(service)]
@@ -124,16 +124,12 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     return UnreadBodyResponse(refusal, request.scope)
 
 
-class _RequestCount:
+def _counted(app: ASGIApp, service: RequestService) -> ASGIApp:
     """Middleware that counts requests, and answers those on which the server fails."""
 
-    def __init__(self, app: ASGIApp, service: RequestService) -> None:
-        self._app: Final = app
-        self._metrics: Final = service.metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         status = _CLIENT_GONE
 
@@ -144,7 +140,7 @@ class _RequestCount:
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await app(scope, receive, counted)
         except Exception as error:
             if status != _CLIENT_GONE:
                 raise
@@ -152,23 +148,22 @@ class _RequestCount:
         finally:
             # Paths come from clients, and the number of names in the metrics must stay small.
             routes = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
-            self._metrics.count_request(next((route.path_format for route in routes), "other"), status)
+            service.metrics.count_request(next((route.path_format for route in routes), "other"), status)
+
+    return answer
 
 
-class Guard:
+def guarded(app: ASGIApp, refusal: Callable[[Scope], RefusedError | Response | None]) -> ASGIApp:
     """Middleware that refuses the requests for which `refusal` gives a reason, or a response."""
 
-    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], RefusedError | Response | None]) -> None:
-        self._app: Final = app
-        self._refusal: Final = refusal
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            response = refusal if isinstance(refusal, Response) else UnreadBodyResponse(refusal, scope)
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refused := refusal(scope)) is not None:
+            response = refused if isinstance(refused, Response) else UnreadBodyResponse(refused, scope)
             await response(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
+
+    return answer
 
 
 def origin_refusal(settings: ServerSettings, scope: Scope) -> RefusedError | None:

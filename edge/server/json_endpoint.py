@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -74,14 +73,9 @@ class JsonRoute(ProtocolRoute):
         super().__init__(protocol, method, path, handler)
         self.app = self._answer
         self._settings: Final = settings
-        self._handler: Final = handler
         self._max_characters: Final = max_characters
         self._threads: Final = _SLOW if slow else _QUICK
-        names, elsewhere = inspect.signature(handler).parameters, {*self.param_convertors, "query"}
-        self._given: Final = [name for name in names if name in elsewhere]
-        """Parameters of the handler that are not in the body."""
-        self.parameters: Final = Parameters(handler, elsewhere)
-        """Those that are in the body."""
+        self.parameters: Final = Parameters(handler, {*self.param_convertors, "query"})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (body := await read_body(scope, receive, send, self._settings)) is None:
@@ -92,8 +86,8 @@ class JsonRoute(ProtocolRoute):
     def _respond(self, request: Request, body: bytes) -> Response:
         try:
             given = {**request.path_params, "query": request.query_params}
-            arguments = {name: given[name] for name in self._given}
-            result = self._handler(**arguments, **self.parameters.read(body or b"{}", self._max_characters))
+            arguments = {name: given[name] for name in self.parameters.elsewhere}
+            result = self.parameters.function(**arguments, **self.parameters.read(body or b"{}", self._max_characters))
         except EdgeError as error:
             # In a body, an unknown id is an invalid value.
             if isinstance(error, UnknownIdError) and error.id in request.path_params.values():

@@ -13,12 +13,6 @@ from .generation_fields import GenerationRequest
 from .openai_objects import GenerationObjects, logprob_object, new_id
 from .request_error import ErrorCode, RequestError
 
-_STATUS: Final = {
-    FinishReason.STOP: "completed",
-    FinishReason.LENGTH: "incomplete",
-    FinishReason.CANCELLED: "incomplete",
-}
-_INCOMPLETE: Final = {FinishReason.LENGTH: {"reason": "max_output_tokens"}, FinishReason.CANCELLED: {"reason": None}}
 _ERROR_CODES: Final[Mapping[StrEnum, str]] = {
     ErrorCode.BUSY: "rate_limit_exceeded",
     ErrorCode.MODEL: "server_error",
@@ -77,11 +71,11 @@ class ResponseObjects(GenerationObjects):
 
     def ended(self, reply: Reply) -> list[dict[str, Any]]:
         """The last events of a stream."""
-        status, events = _STATUS[reply.finish_reason], []
+        status, events = "completed" if reply.finish_reason is FinishReason.STOP else "incomplete", []
         if self._kind is None and not {"message", "function_call"} & {item["type"] for item in self._items}:
             events = self._open("message")
         events += self._close(status)
-        return [*events, self._event(f"response.{status}", response=self._complete(reply))]
+        return [*events, self._event(f"response.{status}", response=self._complete(reply, status))]
 
     def failed(self, error: RequestError) -> list[dict[str, Any]]:
         """The last event of a stream that fails."""
@@ -142,12 +136,12 @@ class ResponseObjects(GenerationObjects):
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
-    def _complete(self, reply: Reply) -> dict[str, Any]:
+    def _complete(self, reply: Reply, status: str) -> dict[str, Any]:
         """The response with the whole answer."""
         stats = reply.stats
         return {
-            **self._response(_STATUS[reply.finish_reason]),
-            "incomplete_details": _INCOMPLETE.get(reply.finish_reason),
+            **self._response(status),
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "output": self._items,
             "usage": {
                 "input_tokens": stats.prompt_tokens,

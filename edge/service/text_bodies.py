@@ -266,12 +266,15 @@ class DetokenizeBody(StrictStruct):
 class Parameters:
     """What a function takes of a body: the whole as `body`, or else the fields, of which none other is allowed.
 
-    `elsewhere` has its parameters that come from elsewhere; its docstring, and `name`, are those of the struct.
+    `elsewhere` has the names of parameters that come from elsewhere; its docstring, and `name`, are the struct's.
     """
 
     def __init__(self, function: Callable[..., object], elsewhere: Collection[str], name: str = "Body") -> None:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-        fields = [each for each in parameters if each.name not in elsewhere]
+        signature = inspect.signature(function, eval_str=True)
+        self.function: Final = function
+        self.result: Final = signature.return_annotation
+        self.elsewhere: Final = [name for name in signature.parameters if name in elsewhere]
+        fields = [each for each in signature.parameters.values() if each.name not in elsewhere]
         self._whole: Final = [each.name for each in fields] == ["body"]
         defaults = [dict(each.default) if isinstance(each.default, Mapping) else each.default for each in fields]
         declared = [

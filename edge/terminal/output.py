@@ -2,7 +2,7 @@
 
 Names, notes and errors come from model files and libraries, so all that is printed passes `for_terminal`. An answer
 that goes to a file or a pipe is written as it is. The prompt of the chat draws through `prompt_output`, and an answer
-that is drawn again while it grows through `LiveView`.
+that is drawn again while it grows through `live_view`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ...models.user_text import for_terminal, on_one_line
 
 if TYPE_CHECKING:  # only a chat has a prompt
     from prompt_toolkit.output import Output
-    from rich.live import Live
 
 _PIPE_WIDTH: Final = 110
 """Width of tables where standard output is not a terminal, at least."""
@@ -73,36 +72,32 @@ class _Filtered:
             yield segment if segment.control else Segment(for_terminal(segment.text), segment.style)
 
 
-class LiveView:
+@contextmanager
+def live_view(console: SafeConsole) -> Iterator[Callable[[ConsoleRenderable], None]]:
     """What stands below everything printed, and is drawn again when it changes; it vanishes at the end of the block.
 
     Within the block, print to the same console only.
+
+    Yields:
+        What draws a renderable in place of what was drawn before: its last lines, if it is higher than the terminal.
     """
+    from rich.live import Live  # noqa: PLC0415
 
-    def __init__(self, console: SafeConsole) -> None:
-        from rich.live import Live  # noqa: PLC0415
-
-        self._live: Live = Live(
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="visible",
-        )
-
-    def show(self, renderable: ConsoleRenderable) -> None:
-        """Draw this in place of what was drawn before: its last lines, if it is higher than the terminal."""
+    live = Live(
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="visible",
+    )
+    live.start()
+    try:
         # The hook of a console does not see what its live display shows.
-        self._live.update(_Filtered(renderable, last_lines=True), refresh=True)
-
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._live.update(Text(""))
-        self._live.stop()
+        yield lambda shown: live.update(_Filtered(shown, last_lines=True), refresh=True)
+    finally:
+        live.update(Text(""))
+        live.stop()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from ...errors import InputError
+from ...errors import missing_extra
 from ..text.tokenizer import TextTokenizer
 from .response_format import ResponseFormat
 
@@ -38,12 +38,8 @@ class FormatCompiler:
             return None
         with self._lock:
             if self._grammars is None:
-                try:
+                with missing_extra("a response format", "structured"):
                     from .grammar import Grammars  # noqa: PLC0415 -- an extra, and slow to import
-                except ImportError as error:
-                    raise InputError(
-                        "response formats need the package llguidance", "pip install 'edge-run[structured]'"
-                    ) from error
                 self._grammars = Grammars(self._tokenizer, self._vocab_size)
             grammars = self._grammars
         return grammars.compile(response_format)

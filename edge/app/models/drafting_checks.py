@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from msgspec import Meta
 
@@ -35,6 +35,7 @@ from ..app_context import AppContext
 from .job_process import run_job
 from .work_queue import WorkState, outcome
 
+_Shown = TypeVar("_Shown")
 _SLICE_S: Final = 0.1
 """Seconds that an answer has the processor before the other one has it."""
 _REPORT_S: Final = 0.1
@@ -144,7 +145,7 @@ class _Race:
         )
 
 
-class _OneAtATime:
+class _OneAtATime(Generic[_Shown]):
     """Work in the background, of which only one piece runs at a time.
 
     Args:
@@ -155,20 +156,21 @@ class _OneAtATime:
         self._context: Final = context
         self._lock: Final = threading.Lock()
         self._run: Run[None] | None = None
+        self._shown: _Shown | None = None
+        """The piece that runs or ran last; None before the first one."""
 
-    def _require_idle(self, what: str) -> None:
-        """Raise if a piece runs; the lock is held.
+    def _start(self, what: str, shown: _Shown, work: Callable[[Run[None]], None]) -> None:
+        """Start a piece.
 
         Raises:
-            InputError: one does.
+            InputError: one runs already.
         """
-        if self._run is not None and not self._run.ended:
-            raise InputError(f"{what} is running", "stop it, or wait for its end")
-
-    def _start(self, work: Callable[[Run[None]], None], name: str) -> None:
-        """Start a piece; the lock is held."""
-        self._run = Run(work, f"edge-run {name}")
-        self._run.start()
+        with self._lock:
+            if self._run is not None and not self._run.ended:
+                raise InputError(f"{what} is running", "stop it, or wait for its end")
+            self._shown = shown
+            self._run = Run(work, f"edge-run {what}")
+            self._run.start()
 
     def _cancel(self) -> None:
         """End the piece that runs after its current pass."""
@@ -182,15 +184,13 @@ class _OneAtATime:
             run.join()
 
 
-class SpeedComparisons(_OneAtATime):
+class SpeedComparisons(_OneAtATime[_Race]):
     """The comparison that runs, or ran last."""
-
-    _race: _Race | None = None
 
     def current(self) -> dict[str, Any]:
         """The comparison; None before the first one."""
         with self._lock:
-            return {"comparison": None if self._race is None else self._race.as_object()}
+            return {"comparison": None if self._shown is None else self._shown.as_object()}
 
     def start(
         self,
@@ -218,10 +218,7 @@ class SpeedComparisons(_OneAtATime):
         options = GenerateOptions(logprobs=0).changed(changes)
         race = _Race(entry.id)
         shown = {"comparison": race.as_object()}
-        with self._lock:
-            self._require_idle("a comparison")
-            self._race = race
-            self._start(partial(self._work, race, messages, options), "comparison")
+        self._start("a comparison", race, partial(self._work, race, messages, options))
         return shown
 
     def stop(self) -> dict[str, Any]:
@@ -264,15 +261,15 @@ class SpeedComparisons(_OneAtATime):
         report(WorkState.STOPPED if state is WorkState.CANCELLED else state, error)
 
 
-class ExactnessChecks(_OneAtATime):
-    """Checks whether drafting changes what a model writes on this machine; the store keeps each model's last report."""
+class ExactnessChecks(_OneAtATime[Mapping[str, Any]]):
+    """Checks whether drafting changes what a model writes on this machine; the store keeps each model's last report.
 
-    _check: Mapping[str, Any] = {}
-    """The check that runs or ran last, as a JSON object, which is not changed in place."""
+    A check is shown as a JSON object, which is not changed in place.
+    """
 
     def describe(self) -> dict[str, Any]:
         """The check that runs or ran last, and the last report of each model."""
-        return {"check": self._check or None, "reports": self._context.store.setting(_SETTING, {})}
+        return {"check": self._shown, "reports": self._context.store.setting(_SETTING, {})}
 
     def start(
         self,
@@ -300,10 +297,7 @@ class ExactnessChecks(_OneAtATime):
             "load": dict(self._context.load_options),
         }
         begun = {"model": entry.id, "state": WorkState.RUNNING, "stage": "", "fraction": 0.0, "error": ""}
-        with self._lock:
-            self._require_idle("an exactness check")
-            self._check = begun
-            self._start(partial(self._work, entry.id, arguments), "exactness")
+        self._start("an exactness check", begun, partial(self._work, begun, arguments))
         return {"check": begun}
 
     def cancel(self) -> dict[str, Any]:
@@ -311,22 +305,22 @@ class ExactnessChecks(_OneAtATime):
         self._cancel()
         return self.describe()
 
-    def _work(self, model: str, arguments: Mapping[str, Any], run: Run[None]) -> None:
+    def _work(self, shown: Mapping[str, Any], arguments: Mapping[str, Any], run: Run[None]) -> None:
         def update(stage: str, fraction: float, **changes: Any) -> None:
-            self._check = {**self._check, "stage": stage, "fraction": fraction, **changes}
-            self._context.events.publish("exactness", check=self._check)
+            nonlocal shown
+            shown = self._shown = {**shown, "stage": stage, "fraction": fraction, **changes}
+            self._context.events.publish("exactness", check=shown)
 
         def check() -> None:
             found = run_job("exactness", arguments, update, run.cancellation)
             report = explained(record_from_json(ExactnessReport, found.pop("report")))
             kept = self._context.store.setting(_SETTING, {})
-            kept.pop(model, None)
-            kept[model] = {"report": report, "measured": time.time(), **found}
+            kept.pop(shown["model"], None)
+            kept[shown["model"]] = {"report": report, "measured": time.time(), **found}
             self._context.store.set_setting(_SETTING, dict(list(kept.items())[-_MAX_REPORTS:]))
 
         state, error = outcome("the check", check)
-        fraction = 1.0 if state is WorkState.DONE else self._check["fraction"]
-        update(self._check["stage"], fraction, state=state, error=error)
+        update(shown["stage"], 1.0 if state is WorkState.DONE else shown["fraction"], state=state, error=error)
 
 
 def explained(report: ExactnessReport) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....models.user_text import for_terminal
-from ..output import LiveView, SafeConsole, write_out
+from ..output import SafeConsole, live_view, write_out
 
 _INTERVAL_S: Final = 0.08
 """Least time between two drawings of an answer."""
@@ -54,7 +54,7 @@ class MarkdownView:
     def __init__(self, console: SafeConsole) -> None:
         self._console = console
         self._open = ExitStack()
-        self._live = self._open.enter_context(LiveView(console))
+        self._draw = self._open.enter_context(live_view(console))
         self._text = ""
         """Text of the last block, which may go on."""
         self._printed = False
@@ -69,7 +69,7 @@ class MarkdownView:
             return
         finished, self._text = _split_last_block(self._text)
         self._print(finished)
-        self._live.show(self._spaced(self._text))
+        self._draw(self._spaced(self._text))
         ended = time.monotonic()
         self._due = ended + max(_INTERVAL_S, _SHARE * (ended - started))
 

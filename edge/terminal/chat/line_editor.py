@@ -52,33 +52,6 @@ _MOST: Final = 50
 """Largest number of completions that are offered."""
 
 
-class PastedTexts:
-    """Long texts that were pasted, and the words that stand for them at the prompt."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def shown(self, text: str) -> str:
-        """What the prompt shows for a pasted text: the text, or a few words in its place if it is long."""
-        lines = len(text.removesuffix("\n").split("\n"))
-        if lines <= _SHOWN_LINES and len(text) <= _SHOWN_CHARACTERS:
-            return text
-        amount = f"{lines} lines" if lines > 1 else f"{len(text)} characters"
-        words = f"[pasted text {len(self._texts) + 1}: {amount}]"
-        self._texts[words] = text
-        return words
-
-    def at_end(self, line: str) -> str:
-        """The words for a pasted text that `line` ends with; empty if it ends with others."""
-        return next((words for words in self._texts if line.endswith(words)), "")
-
-    def expanded(self, typed: str) -> str:
-        """Put the texts back in place of the words for them."""
-        for words, text in self._texts.items():
-            typed = typed.replace(words, text, 1)
-        return typed
-
-
 class LineEditor:
     """Reads messages at the prompt of a terminal that can be drawn on.
 
@@ -98,7 +71,8 @@ class LineEditor:
         self, interrupts: Interrupts, history: History, completer: Completer, status: Callable[[int], str]
     ) -> None:
         self._interrupts = interrupts
-        self._pasted = PastedTexts()
+        self._pasted: Final[dict[str, str]] = {}
+        """Long texts that were pasted, by the words that stand for them at the prompt."""
         output = prompt_output()
         terminal: dict[str, Any] = {
             "input": create_input(),
@@ -131,7 +105,7 @@ class LineEditor:
             EOFError: the input ended.
             KeyboardInterrupt: Ctrl-C was pressed.
         """
-        self._pasted = PastedTexts()
+        self._pasted.clear()
         return self._run(self._session, default=default)
 
     def ask(self, question: str) -> str:
@@ -154,6 +128,16 @@ class LineEditor:
         with self._interrupts.calling(interrupt):
             return session.prompt(handle_sigint=False, pre_run=interrupt, **arguments)
 
+    def _shown(self, text: str) -> str:
+        """What the prompt shows for a pasted text: the text, or a few words in its place if it is long."""
+        lines = len(text.removesuffix("\n").split("\n"))
+        if lines <= _SHOWN_LINES and len(text) <= _SHOWN_CHARACTERS:
+            return text
+        amount = f"{lines} lines" if lines > 1 else f"{len(text)} characters"
+        words = f"[pasted text {len(self._pasted) + 1}: {amount}]"
+        self._pasted[words] = text
+        return words
+
     def _key_bindings(self) -> KeyBindings:
         keys = KeyBindings()
 
@@ -164,7 +148,9 @@ class LineEditor:
                 buffer.delete_before_cursor()
                 buffer.newline(copy_margin=False)
                 return
-            text = self._pasted.expanded(buffer.text)
+            text = buffer.text
+            for words, pasted in self._pasted.items():
+                text = text.replace(words, pasted, 1)
             history = buffer.history.get_strings()
             if text.strip() not in {"", "/quit", "/exit"} and text not in history[-1:]:
                 buffer.history.append_string(text)
@@ -177,12 +163,13 @@ class LineEditor:
 
         @keys.add(Keys.BracketedPaste)
         def _paste(event: KeyPressEvent) -> None:
-            event.current_buffer.insert_text(self._pasted.shown(unify_line_ends(event.data)))
+            event.current_buffer.insert_text(self._shown(unify_line_ends(event.data)))
 
         @keys.add("backspace")
         def _erase(event: KeyPressEvent) -> None:
             before = event.current_buffer.document.text_before_cursor
-            event.current_buffer.delete_before_cursor(max(len(self._pasted.at_end(before)), 1) * event.arg)
+            words = next((words for words in self._pasted if before.endswith(words)), "")
+            event.current_buffer.delete_before_cursor(max(len(words), 1) * event.arg)
 
         return keys
 

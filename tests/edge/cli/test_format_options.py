@@ -69,4 +69,4 @@ def test_without_the_extra_the_error_says_what_to_install(
         return imported(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install 'edge-run[structured]'" in fails(capsys, tiny_bundle, "--raw", "-p", "the", "--regex", "a")
+    assert 'pip install "edge-run[structured]"' in fails(capsys, tiny_bundle, "--raw", "-p", "the", "--regex", "a")

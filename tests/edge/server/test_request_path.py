@@ -30,7 +30,7 @@ def stack_of(frame: FrameType | None) -> list[str]:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("edgerun.") and not frame.f_code.co_name.startswith("<"):
-            found.append(f"{module[8:]}:{frame.f_code.co_qualname}")
+            found.append(f"{module[8:]}:{frame.f_code.co_qualname}".replace(".<locals>", ""))
         frame = frame.f_back
     return found[::-1]
 
