@@ -13,10 +13,10 @@ from ...models.bundle import Bundle, unchecked_bundle
 from ...models.file_system import remove
 from ...models.find import BUNDLED_MODEL, exports_folder, is_on_hub
 from ...models.graph_files import find_graph
-from ...models.graph_variant import DeviceKind
 from ...models.hub.downloaded_model import parse_hub_id, read_downloaded
 from ...models.hub.local_store import Store
 from ...models.json_file import is_whole
+from ...models.manifest import DeviceKind
 from ...runtime.options import model_defaults
 from ...runtime.sampling.sampler import SamplingParams
 from .model_pool import ModelPool
