@@ -69,6 +69,11 @@ class GraphEditor:
         self._producers = {output: each for each in self.graph.node for output in each.output if output}
 
     @property
+    def opset(self) -> int:
+        """Version of ONNX's own operators; 0 if the model does not say it."""
+        return next((int(each.version) for each in self.model.opset_import if each.domain in ("", "ai.onnx")), 0)
+
+    @property
     def input_names(self) -> list[str]:
         """Names of the graph's inputs."""
         return [each.name for each in self.graph.input]

@@ -91,8 +91,8 @@ def find_products(editor: GraphEditor, kept: frozenset[str] = frozenset()) -> In
     attentions = {ATTENTION, TOWER_ATTENTION}
     if all(each.op_type not in attentions for each in nodes):
         raise CannotRewriteError(f"its graph has no {ATTENTION}")
-    if _opset(editor) < _OLDEST_OPSET:
-        raise CannotRewriteError(f"its graph uses version {_opset(editor)} of ONNX's operators")
+    if editor.opset < _OLDEST_OPSET:
+        raise CannotRewriteError(f"its graph uses version {editor.opset} of ONNX's operators")
     consumers: dict[str, list[Message]] = defaultdict(list)
     for each in nodes:
         for name in each.input:
@@ -138,7 +138,7 @@ class _Rewriting:
     def __init__(self, editor: GraphEditor, found: Int8Products, limits: IntegerRange) -> None:
         self._editor = editor
         self._found = found
-        self._axes_as_input = _opset(editor) >= _AXES_AS_INPUT
+        self._axes_as_input = editor.opset >= _AXES_AS_INPUT
         self._products = {each.name: each for each in found.products}
         self._steps: dict[str, str] = {}
         """Steps `[tokens, 1]` of quantized inputs, by name."""
@@ -205,10 +205,6 @@ class _Rewriting:
 
 def _codes(inputs: str) -> str:
     return f"{inputs}.int8.codes"
-
-
-def _opset(editor: GraphEditor) -> int:
-    return next((int(each.version) for each in editor.model.opset_import if each.domain in ("", "ai.onnx")), 0)
 
 
 def _depending_on(name: str, nodes: Iterable[Message]) -> set[str]:

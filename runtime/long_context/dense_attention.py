@@ -62,10 +62,9 @@ def dense_graph(editor: GraphEditor, *, causal: bool = True) -> bytes:
     """`long_context_graph` of a graph that is being edited; where it is not `causal`, the caller's bias alone says
     which of the new tokens a new token attends to."""
     attentions = [each for each in editor.graph.node if _reads_all(each)]
-    opset = next((each.version for each in editor.model.opset_import if not each.domain), 0)
-    if not attentions or opset < _LEAST_OPSET:
+    if not attentions or editor.opset < _LEAST_OPSET:
         raise CannotRewriteError(
-            f"the graph has no {OPERATOR} over all slots" if not attentions else f"its opset is {opset}"
+            f"the graph has no {OPERATOR} over all slots" if not attentions else f"its opset is {editor.opset}"
         )
     for each in attentions:
         _check(editor, each)

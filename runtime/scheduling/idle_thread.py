@@ -88,7 +88,7 @@ class IdleThread:
                     self.work(self._pause)
                     self._is_done = self.rest is None
                     self._next_at = time.monotonic() + (self.rest or 0) * (time.thread_time() - started)
-                except (EdgeError, OSError) as error:
+                except (EdgeError, OSError, MemoryError) as error:
                     _log.warning("%s failed: %s", self.name, error)
                     self._next_at = time.monotonic() + _RETRY_S * 2**self._failures
                     self._failures += 1

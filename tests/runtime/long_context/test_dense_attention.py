@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgerun.models.onnx_file.graph_editor import CannotRewriteError
-from edgerun.models.onnx_file.model_messages import attribute_values, read_model, set_attribute
+from edgerun.models.onnx_file.model_messages import Message, attribute_values, read_model, set_attribute
 from edgerun.runtime.devices.providers import choose_device
 from edgerun.runtime.graph.bound_session import BoundSession
 from edgerun.runtime.graph.session import GraphSession, SessionConfig
@@ -96,13 +96,29 @@ def test_attention_with_more_is_left_as_it_is(
         long_context_graph(tiny_bundle_of(family, "fp32") / "model.onnx")
 
 
-def test_a_window_in_the_operator_is_left_as_it_is(tiny_bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def edited(tiny_bundle: Path, tmp_path: Path) -> Callable[[Message], Path]:
+    """Writes a changed graph of the tiny model, beside its weights."""
+
+    def write(model: Message) -> Path:
+        (tmp_path / "model.onnx.data").write_bytes((tiny_bundle / "model.onnx.data").read_bytes())
+        (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+        return tmp_path / "model.onnx"
+
+    return write
+
+
+def test_a_window_in_the_operator_is_left_as_it_is(tiny_bundle: Path, edited: Callable[[Message], Path]) -> None:
     model = read_model(tiny_bundle / "model.onnx")
     for each in model.graph.node:
         if "kv_num_heads" in attribute_values(each):
             set_attribute(each, "local_window_size", 12)
-    edited = tmp_path / "model.onnx"
-    edited.write_bytes(model.SerializeToString())
-    (tmp_path / "model.onnx.data").write_bytes((tiny_bundle / "model.onnx.data").read_bytes())
     with pytest.raises(CannotRewriteError, match="local_window_size 12"):
-        long_context_graph(edited)
+        long_context_graph(edited(model))
+
+
+def test_onnx_operators_may_have_their_long_name(tiny_bundle: Path, edited: Callable[[Message], Path]) -> None:
+    model = read_model(tiny_bundle / "model.onnx")
+    for each in model.opset_import:
+        each.domain = each.domain or "ai.onnx"
+    assert long_context_graph(edited(model))

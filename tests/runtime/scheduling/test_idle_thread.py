@@ -117,14 +117,17 @@ def test_rest_follows_work(done: list[float], work: Callable[[Progress], None]) 
     assert thread.close()
 
 
-def test_work_that_failed_is_begun_again_after_twice_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [EdgeError("it broke"), MemoryError()])
+def test_work_that_failed_is_begun_again_after_twice_the_time(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     attempts, waits = list[float](), list[float]()
     monkeypatch.setattr(idle_thread, "_RETRY_S", 0.02)
 
     def work(_: Progress) -> None:
         attempts.append(time.monotonic())
         if len(attempts) < 4:
-            raise EdgeError("it broke")
+            raise error
 
     thread = IdleThread(Engine(), work, "work")
     for _ in range(6):
