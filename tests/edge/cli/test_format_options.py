@@ -65,7 +65,7 @@ def test_without_the_extra_the_error_says_what_to_install(
 
     def without(name: str, *args: Any, **options: Any) -> Any:
         if name.partition(".")[0] == "llguidance":
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return imported(name, *args, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
