@@ -312,6 +312,8 @@ def _fastest(
         programs used the processor meanwhile.
     """
     best, *others = configs
+    if not others:
+        return best, {}, {}, False
     seconds: dict[str, float] = {}
     refused: dict[str, str] = {}
     times = GraphTimes()

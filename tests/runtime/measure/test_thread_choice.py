@@ -68,6 +68,13 @@ def test_a_busy_machine_chooses_nothing(tiny_bundle: Path, monkeypatch: pytest.M
     assert chosen_threads(open_bundle(tiny_bundle), CONFIG) == 0
 
 
+def test_one_core_needs_no_comparison(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle_timing, "thread_candidates", lambda: [1])
+    monkeypatch.setattr(bundle_timing, "open_graph", lambda *_, **__: pytest.fail("the model was loaded"))
+    choice = choose_threads(open_bundle(tiny_bundle), CONFIG)
+    assert (choice.threads, choice.seconds, choice.busy) == (1, {}, False)
+
+
 def test_a_choice_holds_for_one_model_and_one_machine(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(tiny_bundle)
     passes_take(monkeypatch, {6: 1.0, 8: 0.5, 3: 1.0})
