@@ -12,7 +12,7 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_711, 110, 243),
     "export": (14_982, 125, 162),
-    "runtime": (23_380, 201, 351),
+    "runtime": (23_382, 201, 351),
     "models": (3_219, 27, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
