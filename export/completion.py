@@ -25,7 +25,7 @@ from ..runtime.measure.measurement_store import describe_machine
 from ..runtime.text.turn_markers import TokenArray
 from .allocation.allocate import SENSITIVITY_WORK, measured_tokens
 from .allocation.choices import Sensitivity, measure_sensitivities
-from .allocation.format_candidates import planned_linears, write_plan
+from .allocation.format_candidates import HEAD_LINEAR, planned_linears, write_plan
 from .allocation.linear_times import LinearTimes
 from .allocation.plan_costs import weight_count
 from .bundle_content import BundleContent, change_manifest
@@ -213,8 +213,7 @@ def _plans(
         if not recipe.calibrated or len(used) > 1 or FP32 in used:
             return [replace(chosen, kl=quality.mean_kl)]
         return [chosen, *uncalibrated.round_to_nearest(list(used))]
-    measured = (each.weight_format for known in allocation.sensitivities.values() for each in known)
-    formats = list({(each, each.method): each for each in measured}.values())
+    formats = [each.weight_format for each in allocation.sensitivities[HEAD_LINEAR]]  # which can have the fewest
     calibrated = PlanComparison(config, divergence, times, progress)
     return [
         chosen,

@@ -19,7 +19,6 @@ from .quantization.methods import (
     FP32,
     INT4,
     INT8,
-    QUANTIZED_BITS,
     formats_of_linears,
     require_exportable,
 )
@@ -312,7 +311,7 @@ class ExportRecipe:
     def methods(self) -> Mapping[int, Method]:
         """Quantization method by bit width, for linears whose plan entry does not name one."""
         if self.rounding is not None:
-            return dict.fromkeys(QUANTIZED_BITS, self.rounding)
+            return dict.fromkeys(DEFAULT_METHODS, self.rounding)
         return CALIBRATED_METHODS if self.calibrated else DEFAULT_METHODS
 
     @property

@@ -22,6 +22,7 @@ from ..calibration.divergence import PlanEvaluator
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import fused_linears
+from ..quantization.option_values import DeviceChoice
 from ..recipe import ExportRecipe
 from .choices import (
     KnapsackProblem,
@@ -199,8 +200,11 @@ def frontier_plans(config: DecoderConfig, choices: tuple[LinearChoice, ...]) -> 
     return tuple(completed_plan(config, plan_of(choices, lagrangian_selection(each))) for each in problems)
 
 
-def _formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
-    return format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales)
+def formats_of(recipe: ExportRecipe) -> tuple[WeightFormat, ...]:
+    """The format candidates of a recipe with mixed weights."""
+    budget = recipe.parsed_budget
+    in_file = budget is not None and budget.in_file and recipe.device != DeviceChoice.NPU
+    return format_candidates(recipe.methods, recipe.zero_points, recipe.half_scales, in_file)
 
 
 def plan_sensitivities(
@@ -214,7 +218,7 @@ def plan_sensitivities(
     """
     tokens = measured_tokens(config, SENSITIVITY_WORK)
     alone = partial(evaluator.divergence_alone, tokens=tokens)
-    return measure_sensitivities(allowed_formats(config, _formats_of(recipe)), alone, progress)
+    return measure_sensitivities(allowed_formats(config, formats_of(recipe)), alone, progress)
 
 
 def search_plan(
@@ -251,7 +255,7 @@ def search_plan(
         return lambda plan: evaluator.mean_kl(plan, tokens)
 
     costs = cost_measures(budget, config, [times.costs(width) for width in widths])
-    require_feasible(config, budget, costs[0], _formats_of(recipe))
+    require_feasible(config, budget, costs[0], formats_of(recipe))
     found = allocate(
         config,
         plan_sensitivities(config, recipe, evaluator, progress),

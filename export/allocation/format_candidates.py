@@ -23,6 +23,7 @@ from ...models.user_text import decode_text
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import fused_linears
+from ..quantization.codes import kernel_bits
 
 BASE_FORMATS: Final = tuple(
     WeightFormat(bits, block)
@@ -30,6 +31,8 @@ BASE_FORMATS: Final = tuple(
 )
 """Bits and block sizes to choose from. 2 bits in blocks of 32 are left out: they read 4 bits per weight and are slower
 than 4 bits in blocks of 32."""
+FILE_FORMATS: Final = tuple(WeightFormat(bits, block) for bits, block in ((3, 64), (3, 32), (5, 64), (5, 32), (6, 64)))
+"""Formats that save bytes in the file alone: a pass reads them as 4 or 8 bits (`codes.stored_codes`)."""
 EMBEDDING_LINEAR: Final = "embedding"
 HEAD_LINEAR: Final = "head"
 _FORMATS: Final = {
@@ -38,9 +41,9 @@ _FORMATS: Final = {
         WeightFormat(32),
         *(
             WeightFormat(bits, block, zero_points=points, half_scales=half)
-            for bits in (2, 4, 8)
+            for bits in (2, 3, 4, 5, 6, 8)
             for block in (32, 64, 128)
-            for points in (False, True)
+            for points in ((False, True) if bits == kernel_bits(bits) else (False,))
             for half in (False, True)
         ),
     )
@@ -54,7 +57,7 @@ _HINT: Final = "give a TOML file with a [linears] table"
 
 
 def format_candidates(
-    methods: Mapping[int, Method], zero_points: bool = False, half_scales: bool = False
+    methods: Mapping[int, Method], zero_points: bool = False, half_scales: bool = False, in_file: bool = False
 ) -> tuple[WeightFormat, ...]:
     """List the candidates: every base format with the quantization method for its number of bits.
 
@@ -62,11 +65,12 @@ def format_candidates(
         methods: Quantization method by bits.
         zero_points: Whether to add versions with zero points.
         half_scales: Whether all scales are stored in float16.
+        in_file: Whether to add the formats that save bytes in the file alone.
     """
     return tuple(
         replace(base, method=methods[base.bits], zero_points=with_points, half_scales=half_scales)
-        for base in BASE_FORMATS
-        for with_points in ((False, True) if zero_points else (False,))
+        for base in (*BASE_FORMATS, *(FILE_FORMATS if in_file else ()))
+        for with_points in ((False, True) if zero_points and base in BASE_FORMATS else (False,))
     )
 
 
@@ -74,11 +78,12 @@ def is_allowed(linear: FusedLinear, weight_format: WeightFormat) -> bool:
     """Whether a linear can be stored in a format.
 
     The operator of experts has neither zero points nor float16 scales, and its blocks divide the columns of both its
-    linears.
+    linears. Neither experts nor the embedding and the head have bits that are expanded when the graph is loaded.
     """
+    of_operators = weight_format.bits in (32, kernel_bits(weight_format.bits))
     if not linear.experts:
-        return True
-    plain = not (weight_format.zero_points or weight_format.half_scales)
+        return of_operators or linear.name not in (EMBEDDING_LINEAR, HEAD_LINEAR)
+    plain = of_operators and not (weight_format.zero_points or weight_format.half_scales)
     both = (linear, linear.paired or linear)
     return plain and not any(weight_format.block and each.columns % weight_format.block for each in both)
 
@@ -154,7 +159,9 @@ def read_plan(file: Path, config: DecoderConfig) -> dict[str, WeightFormat]:
     plan = {name: _parsed(file, name, value) for name, value in table.items()}
     for name, weight_format in plan.items():
         if not is_allowed(known[name], weight_format):
-            hint = "give experts blocks that divide their columns, without zero points and float16 scales"
+            hint = (
+                "give head and embedding 2, 4 or 8 bits, and experts blocks that divide their columns and plain scales"
+            )
             raise InputError(f"{file} gives {name} the format {weight_format}, which it cannot have", hint)
     for linear in known.values():
         other = linear.paired
@@ -193,7 +200,7 @@ def _parsed(file: Path, name: str, value: object) -> WeightFormat:
     if weight_format is None or (method.strip() and (chosen is None or weight_format.bits == 32)):
         raise InputError(
             f"{file} gives {name} the unknown format {shown(value)}",
-            'write "fp32", "int4/64" or "int4/64 gptq": 2, 4 or 8 bits in blocks of 32, 64 or 128',
+            'write "fp32", "int4/64" or "int4/64 gptq": 2, 3, 4, 5, 6 or 8 bits in blocks of 32, 64 or 128',
         )
     return replace(weight_format, method=chosen)
 

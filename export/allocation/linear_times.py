@@ -35,6 +35,7 @@ from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import fused_linears
 from ..graph import inputs_outputs
 from ..graph.decoder_parts import EXPERTS_NODE
+from ..quantization.codes import kernel_bits
 from .format_candidates import BASE_FORMATS, EMBEDDING_LINEAR, HEAD_LINEAR
 from .plan_costs import Costs, weight_count
 from .timing_bundles import TimingBundle, timing_bundles, uniform_bundles
@@ -272,7 +273,7 @@ def timed_format(weight_format: WeightFormat) -> WeightFormat:
     The method and the kind of scales do not matter; zero points are packed into the sums of blocks, which are read in
     any case.
     """
-    return WeightFormat(weight_format.bits, weight_format.block)
+    return WeightFormat(kernel_bits(weight_format.bits), weight_format.block)
 
 
 def interpolated(times: Times, width: int) -> float:

@@ -20,7 +20,7 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, fused_linears
-from ..quantization.codes import OFFSETS, blocks_of
+from ..quantization.codes import OFFSETS, blocks_of, kernel_bits
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
 _PACKED_BLOCK_BYTES: Final = 8
@@ -103,7 +103,7 @@ def weight_count(config: DecoderConfig) -> int:
 
 def _packed_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:
     """Bytes of a packed matrix [rows, columns]; 0 where it has no columns."""
-    block_bytes = weight_format.block * weight_format.bits // 8 + _PACKED_BLOCK_BYTES
+    block_bytes = weight_format.block * kernel_bits(weight_format.bits) // 8 + _PACKED_BLOCK_BYTES
     return rows * blocks_of(columns, weight_format) * block_bytes
 
 

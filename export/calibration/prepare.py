@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ...errors import InputError
 from ...models.manifest import Method, WeightFormat
 from ...models.progress import Progress
 from ..allocation.allocate import Allocation, cost_measures, require_feasible, search_plan
@@ -22,6 +23,7 @@ from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.source import ModelSource
 from ..quantization.codes import StatisticsOf
 from ..quantization.methods import FP32, with_methods
+from ..quantization.option_values import DeviceChoice
 from ..recipe import ExportRecipe
 from ..report.text_tasks import read_task_text
 from .awq import apply_awq
@@ -85,6 +87,8 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
         require_torch(recipe.method)
     task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
+    if plan is not None and recipe.device == DeviceChoice.NPU and any(each.bits in (3, 5, 6) for each in plan.values()):
+        raise InputError("graphs for NPUs have no linears of 3, 5 and 6 bits", "give them 2, 4 or 8 in the plan")
     if budget is not None and budget.measure is not Measure.MILLISECONDS:
         # A budget of bytes that no plan can meet is refused before anything is measured; times are not known yet.
         require_feasible(config, budget, cost_measures(budget, config)[0], BASE_FORMATS)

@@ -16,7 +16,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from ...models.manifest import FileDigest, WeightFormat
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.source import Float32Array, ModelSource, QuantizedRows, RowRange, UInt8Array, in_order, joined_rows
-from ..quantization.codes import OFFSETS, blocks_of, nearest_rows, unpack_zero_points
+from ..quantization.codes import OFFSETS, blocks_of, kernel_bits, nearest_rows, stored_codes, unpack_zero_points
 
 INLINE_BELOW: Final = 1024
 """Smaller constants, in bytes, are stored in the .onnx file itself, where shape inference can see them."""
@@ -114,7 +114,8 @@ class Initializers:
         """
         name, quantized = self._codes(linear, weight_format)
         points = "" if quantized.zero_points is None else self._add(linear, "zero_points", quantized.zero_points)
-        return StoredMatrix(name, self._add_scales(linear, quantized.scales, weight_format), points)
+        scales = quantized.scales * np.float32(2.0 ** (weight_format.bits - kernel_bits(weight_format.bits)))
+        return StoredMatrix(name, self._add_scales(linear, scales, weight_format), points)
 
     def gathered(
         self, linear: FusedLinear, weight_format: WeightFormat, head: str = ""
@@ -171,7 +172,7 @@ class Initializers:
         parts = []
         row_ranges = chain.from_iterable(self._checkpoint.row_ranges(source) for source in linear.weights)
         for part in in_order(lambda rows: self._checkpoint.quantized(rows, weight_format), row_ranges):
-            self._data.append(part.packed)
+            self._data.append(stored_codes(part.packed, weight_format.bits))
             offsets = np.zeros_like(part.scales) if part.offsets is None and weight_format.offsets else part.offsets
             parts.append(part._replace(packed=np.empty(0, np.uint8), offsets=offsets))
             self._report_weights(len(part.packed) * columns)

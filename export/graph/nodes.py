@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from onnx import NodeProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, Norm, QuantPlan
-from ..quantization.codes import OFFSETS, blocks_of
+from ..quantization.codes import OFFSETS, blocks_of, code_parts, kernel_bits
 from .initializers import Initializers, StoredMatrix
 
 MICROSOFT: Final = "com.microsoft"
@@ -146,11 +146,31 @@ class Nodes:
         if weight_format.offsets:
             return self._linear_with_offsets(linear, weight_format, value, bias)
         if weight_format.bits < 16:
-            inputs = [value, *self.weights.quantized(linear, weight_format).inputs(bias)]
+            stored = self.weights.quantized(linear, weight_format)
+            stored = stored._replace(codes=self._expanded(stored.codes, weight_format))
+            inputs = [value, *stored.inputs(bias)]
             return self.matmul_nbits(linear.shape, weight_format, inputs, linear.name)
         matrix = self.weights.float32_transposed(linear, half=weight_format.bits == 16)
         product = self.add("MatMul", [value, matrix], f"{linear.name}.product")
         return self.add("Add", [product, bias], linear.name) if bias else product
+
+    def _expanded(self, codes: str, weight_format: WeightFormat) -> str:
+        """Append what makes the operator's codes of stored ones, which ONNX Runtime runs when it loads the graph."""
+        bits, kernel = weight_format.bits, kernel_bits(weight_format.bits)
+        if bits == kernel:
+            return codes
+        parts, stop = list[str](), 0
+        for start, shifts, mask in code_parts(bits):
+            first, stop = stop, stop + weight_format.block * kernel // 8 // len(shifts)
+            bounds = [self.integers(f"codes.{each}", each) for each in (first, stop, 2)]
+            expanded = (np.arange(256, dtype=np.uint8)[:, None] << shifts & mask) >> np.uint8(start)
+            stored = self.add("Slice", [codes, *bounds], f"{codes}.{start}.stored")
+            stored = self.add("Cast", [stored], f"{codes}.{start}.numbers", to=TensorProto.INT32)
+            part = self.add(
+                "Gather", [self.constant(f"codes.{bits}.{start}", expanded), stored], f"{codes}.{start}.bytes"
+            )
+            parts.append(self.add("Reshape", [part, self.integers("codes.joined", 0, 0, -1)], f"{codes}.{start}"))
+        return self.add("BitwiseOr", parts, f"{codes}.expanded")
 
     def _linear_with_offsets(self, linear: FusedLinear, weight_format: WeightFormat, value: str, bias: str) -> str:
         """Append the product with the codes plus the product of the block sums of the inputs with the offsets."""
@@ -166,7 +186,7 @@ class Nodes:
 
     def matmul_nbits(self, shape: tuple[int, int], weight_format: WeightFormat, inputs: list[str], output: str) -> str:
         """Append the product with a quantized matrix of shape (N, K)."""
-        settings = matmul_nbits_settings(shape, weight_format.bits, weight_format.block)
+        settings = matmul_nbits_settings(shape, kernel_bits(weight_format.bits), weight_format.block)
         return self.add("MatMulNBits", inputs, output, **settings)
 
     def _norm_weight(self, norm: Norm, output: str) -> str:

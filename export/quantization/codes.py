@@ -1,4 +1,4 @@
-"""Weights of 2, 4 and 8 bits: the operators' packing, and round-to-nearest.
+"""Weights of few bits: the operators' packing, and round-to-nearest.
 
 A weight matrix [N, K] is divided along K into blocks. A block's scale maps its weight of largest magnitude to code 0:
 
@@ -15,6 +15,9 @@ included:
 
     scale = (largest - smallest) / (2 ** bits - 1)
     w ~ (code - zero) * scale
+
+The operators know 2, 4 and 8 bits. Codes of 3, 5 and 6 bits are the highest bits of codes of 4 and 8, whose lowest
+bits are 0 and not stored (`stored_codes`).
 
 Scales may also be float16 numbers (`half_precision`). They are rounded to such before codes are chosen.
 
@@ -172,8 +175,14 @@ def dequantized(quantized: QuantizedRows, columns: int, weight_format: WeightFor
     return weights.reshape(len(weights), -1)[:, :columns]
 
 
+def kernel_bits(bits: int) -> int:
+    """Bits of the operator's codes whose highest bits are codes of these bits."""
+    return 1 << (bits - 1).bit_length()
+
+
 def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
-    """Pack codes [..., block] into bytes [..., block * bits / 8], the first code in the lowest bits."""
+    """Pack codes [..., block] into bytes [..., block * kernel_bits / 8], the first code in the lowest bits."""
+    codes, bits = codes << np.uint8(kernel_bits(bits) - bits), kernel_bits(bits)
     codes = np.ascontiguousarray(codes)  # a view of pairs needs neighbours that are adjacent in memory
     while bits < 8:
         pairs = codes.view("<u2")  # low byte: even code, high byte: odd code
@@ -184,7 +193,7 @@ def pack_codes(codes: UInt8Array, bits: int) -> UInt8Array:
 
 def unpack_codes(packed: UInt8Array, bits: int) -> UInt8Array:
     """The inverse of `pack_codes`."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    shifts = np.arange(0, 8, kernel_bits(bits), dtype=np.uint8) + np.uint8(kernel_bits(bits) - bits)
     codes: UInt8Array = packed[..., None] >> shifts & np.uint8((1 << bits) - 1)
     return codes.reshape(*packed.shape[:-1], -1)
 
@@ -198,6 +207,31 @@ def pack_zero_points(zeros: UInt8Array, bits: int) -> UInt8Array:
 def unpack_zero_points(packed: UInt8Array, blocks: int, bits: int) -> UInt8Array:
     """The inverse of `pack_zero_points`."""
     return unpack_codes(packed, bits)[:, :blocks]
+
+
+def stored_codes(packed: UInt8Array, bits: int) -> UInt8Array:
+    """Packed codes without the bits that are always 0, bytes [..., block * bits / 8], part after part."""
+    if bits == kernel_bits(bits):
+        return packed
+    parts = []
+    for start, shifts, mask in code_parts(bits):
+        fields = (packed << start & mask).reshape(*packed.shape[:-1], -1, len(shifts))
+        parts.append(np.bitwise_or.reduce(fields >> shifts, axis=-1))
+    return np.concatenate(parts, axis=-1)
+
+
+def code_parts(bits: int) -> list[tuple[int, UInt8Array, np.uint8]]:
+    """How stored codes become packed ones: for the higher half of their bits and for the others,
+
+    - where these bits begin in the operator's codes, counted from the highest one;
+    - by how much a stored byte is shifted to the left so that they are the highest bits of the next packed byte;
+    - the mask of these bits.
+    """
+    kernel, half, found = kernel_bits(bits), kernel_bits(bits) // 2, []
+    for start, width in ((0, half), (half, bits - half)):
+        mask = ((1 << width) - 1 << kernel - width) * 255 // ((1 << kernel) - 1)  # of every code in a byte
+        found.append((start, np.arange(0, kernel, width, dtype=np.uint8), np.uint8(mask)))
+    return found
 
 
 StatisticsOf = Callable[[str], InputStatistics | None]

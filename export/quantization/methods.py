@@ -23,9 +23,9 @@ INT2: Final = WeightFormat(2, 32)
 
 BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (2, 4, 8)
-DEFAULT_METHODS: Final[Mapping[int, Method]] = {2: Method.K_QUANT, 4: Method.K_QUANT, 8: Method.RTN}
+DEFAULT_METHODS: Final[Mapping[int, Method]] = dict.fromkeys((2, 3, 4, 5, 6), Method.K_QUANT) | {8: Method.RTN}
 """Method by bit width, without calibration. At 8 bits, round-to-nearest is nearly lossless and the fastest."""
-CALIBRATED_METHODS: Final[Mapping[int, Method]] = {2: Method.GPTQ, 4: Method.GPTQ, 8: Method.K_QUANT}
+CALIBRATED_METHODS: Final[Mapping[int, Method]] = dict.fromkeys((2, 3, 4, 5, 6), Method.GPTQ) | {8: Method.K_QUANT}
 """Method by bit width, where statistics of the linears' inputs are known."""
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ...runtime.devices.processor import default_threads
-from ..allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_WORK, measured_tokens
-from ..allocation.format_candidates import BASE_FORMATS, planned_linears
+from ..allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_WORK, formats_of, measured_tokens
+from ..allocation.format_candidates import planned_linears
 from ..allocation.plan_costs import weight_count
 from ..calibration.calibration_text import default_tokens
 from ..checkpoint.config import read_config
@@ -45,7 +45,7 @@ def expected_duration(source: Path, recipe: ExportRecipe) -> str | None:
     if recipe.learns:
         products = weights * (_PASSES * min(tokens, default_tokens(config)) + _LEARNING_TOKENS)
     if recipe.budget is not None:
-        measurements = len(list(planned_linears(config))) * len(BASE_FORMATS)
+        measurements = len(list(planned_linears(config))) * len(formats_of(recipe))
         # A measurement begins at the linear that it changes, half way through the model on average.
         products += measurements * measured_tokens(config, SENSITIVITY_WORK) * weights // 2
         search = DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,14 @@ from .wire import check_external_data
 
 MICROSOFT: Final = "com.microsoft"
 _DTYPES: Final = {number: dtype for dtype, number in ELEMENT_TYPES.items()}
+_COMPUTED: Final[Mapping[str, Callable[..., npt.NDArray[Any]]]] = {
+    "Cast": lambda values, to: values.astype(_DTYPES[to]),
+    "Reshape": lambda values, shape: values.reshape([size or values.shape[at] for at, size in enumerate(shape)]),
+    "Slice": lambda values, start, stop, _: values[:, :, start[0] : stop[0]],
+    "Gather": lambda values, at: values[at],
+    "BitwiseOr": np.bitwise_or,
+}
+"""What makes constants of own graphs from stored ones: scales in float32, and codes of 4 and 8 bits from fewer."""
 EMBEDDINGS: Final = "inputs_embeds"
 """What a decoder takes whose embedding is a graph of its own."""
 _IMAGES: Final = "image_features"
@@ -112,16 +120,15 @@ class GraphEditor:
         return self.constant(name, np.array(values, np.int64))
 
     def array(self, name: str) -> npt.NDArray[Any] | None:
-        """The elements of a constant: an initializer, or one that is converted to another type.
+        """The elements of a constant: an initializer, or what nodes compute from such by `_COMPUTED`.
 
         Returns:
             The elements, memory-mapped where they lie in another file in their own type; None if the value is neither.
         """
         proto = self.initializers.get(name)
-        if proto is None and (stored := self._converted(name)) is not None:
-            elements = self.array(stored.input[0])
-            return None if elements is None else elements.astype(_DTYPES[attribute_values(stored)["to"]])
-        if proto is None or proto.data_type not in _DTYPES:
+        if proto is None:
+            return self._computed(name)
+        if proto.data_type not in _DTYPES:
             return None
         dtype, shape = _DTYPES[proto.data_type], tuple(proto.dims)
         if proto.data_location == EXTERNAL:
@@ -142,18 +149,20 @@ class GraphEditor:
         )
         return np.array(list(values), dtype).reshape(shape)
 
+    def _computed(self, name: str) -> npt.NDArray[Any] | None:
+        """The elements of what a node computes from constants; None where it does not."""
+        producer = self._producers.get(name)
+        if producer is None or producer.op_type not in _COMPUTED:
+            return None
+        inputs, attributes = [self.array(each) for each in producer.input], attribute_values(producer)
+        if any(each is None for each in inputs) or attributes.get("to") not in (None, *_DTYPES):
+            return None
+        return _COMPUTED[producer.op_type](*inputs, **attributes)
+
     def constant_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a constant as `array` reads it; None if the value is not one."""
-        stored = self._converted(name)
-        proto = self.initializers.get(name if stored is None else stored.input[0])
-        return None if proto is None else tuple(proto.dims)
-
-    def _converted(self, name: str) -> Message | None:
-        """The node that converts an initializer to this value, as scales stored in float16 are; None if none does."""
-        producer = self._producers.get(name)
-        if producer is None or producer.op_type != "Cast" or producer.input[0] not in self.initializers:
-            return None
-        return producer if attribute_values(producer)["to"] in _DTYPES else None
+        found = self.array(name)
+        return None if found is None else found.shape
 
     def element_type(self, name: str) -> int | None:
         """ONNX's number of the element type of an input or initializer; None for other values."""

@@ -53,7 +53,7 @@ _PACKED: Final = "prepacked_"
 _WEIGHTS_FORMAT: Final = 3
 _MIN_WEIGHT_BYTES: Final = 64 << 20
 """Smaller models load fast enough without."""
-_SIZE_RATIO: Final = 2.5
+_SIZE_RATIO: Final = 3.5
 """Upper estimate of the size of packed and original weights together, relative to the original."""
 _MAX_CACHE_BYTES: Final = 16 << 30
 """Largest size of all folders of one kind together; the least recently used are removed first."""

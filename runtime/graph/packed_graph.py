@@ -101,7 +101,8 @@ class _Packing:
         if self._selection in each.input:
             return True
         tensors = self._editor.initializers
-        if each.op_type in _WEIGHTED and any(name in tensors and len(tensors[name].dims) > 1 for name in each.input):
+        constants = [name for name in each.input if name and name in self._constants]
+        if each.op_type in _WEIGHTED and any(name not in tensors or len(tensors[name].dims) > 1 for name in constants):
             return True
         return each.op_type != "Shape" and self._apart.isdisjoint(each.input)
 

@@ -16,12 +16,21 @@ import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.errors import EdgeError, InputError
 from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint, export_model
-from edgerun.export.allocation.format_candidates import BASE_FORMATS, planned_linears
+from edgerun.export.allocation.format_candidates import BASE_FORMATS, FILE_FORMATS, planned_linears, write_plan
 from edgerun.export.allocation.linear_times import load_or_measure
 from edgerun.export.allocation.plan_costs import bytes_read, weight_count
 from edgerun.export.calibration.work_folder import KeptNumbers
 from edgerun.export.checkpoint.config import read_config
+from edgerun.export.pipeline import open_source
+from edgerun.export.quantization.codes import dequantized, nearest_rows
 from edgerun.models.bundle import open_bundle
+from edgerun.models.onnx_file.graph_editor import GraphEditor
+from edgerun.models.onnx_file.model_messages import attribute_values
+from edgerun.runtime.devices.providers import choose_device
+from edgerun.runtime.gpu_graph.rewriting import form_of, gpu_graph
+from edgerun.runtime.graph.packed_graph import packed_graph
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
+from edgerun.runtime.int8_prompts.integer_weights import BlockMatrix
 from support.known_timings import BytesMachine, KnownMachine, use_machine
 from support.nightly import some_nightly
 from support.tiny_models import WORDS, exported, write_checkpoint
@@ -211,6 +220,46 @@ def test_a_time_budget_holds_on_a_machine_that_became_slower(
         InputError, match=r"no quantization plan of this model is within .*ms; give a budget from \d+\.\d+ms to"
     ):
         export_checkpoint(checkpoint, tmp_path / "bundle", mixed(f"{budget:.2f}ms"))
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_bits_between_those_of_the_operators_are_in_the_file_alone(tmp_path: Path, bits: int) -> None:
+    """The export compares the graph's logits with those of the quantized weights; here all forms of it agree."""
+    wide: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+    source = write_checkpoint(tmp_path / "checkpoint", **wide)
+    config = read_config(source)
+    linears = {linear.name: linear for linear in planned_linears(config)}
+    between, whole = (WeightFormat(each, 64, half_scales=True) for each in (bits, 4))
+    plan = {name: between if name.startswith("layers.") else whole for name in linears}
+    Path("plan.toml").write_text(write_plan(plan), encoding="utf-8")
+    export_checkpoint(source, tmp_path / "bundle", ExportRecipe(plan=Path("plan.toml"), method=Method.RTN, **TEXT))
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    stored = sum(linears[name].weight_count * (each.bits + 0.25) for name, each in manifest.weights.items())
+    assert manifest.bits_per_weight == pytest.approx(stored / weight_count(config))
+    graph = tmp_path / "bundle" / "model.onnx"
+    editor = GraphEditor(graph)
+    products = [each for each in editor.graph.node if each.op_type == "MatMulNBits"]
+    assert {attribute_values(each)["bits"] for each in products if each.name != "logits"} == {4 if bits == 3 else 8}
+    with open_source(source) as (_, tensors):
+        (weights,) = (tensors.read(name) for name in linears["layers.0.o"].weights)
+    (own,) = (each for each in products if each.name == "layers.0.o")
+    expected = dequantized(nearest_rows(weights, between), weights.shape[1], between)
+    np.testing.assert_allclose(BlockMatrix.of(editor, own).decoded(0, len(weights)), expected, rtol=1e-6)
+    together = onnx.load_from_string(
+        packed_graph(graph, GraphSession(graph, SessionConfig(choose_device("cpu"))).graph_io, 2)
+    )
+    assert sum(each.op_type == "MatMulNBits" for each in together.graph.node) == len(products)
+    assert gpu_graph(graph, form_of("DmlExecutionProvider"))
+    with pytest.raises(InputError, match="graphs for NPUs have no linears of 3, 5 and 6 bits"):
+        export_checkpoint(source, tmp_path / "npu", ExportRecipe(plan=Path("plan.toml"), device="npu", **TEXT))
+
+
+def test_a_budget_of_the_file_is_spent_on_bits_between_those_of_the_operators(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "bundle", mixed("6bpw@file"))
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert set(manifest.weights.values()) & set(FILE_FORMATS)
+    assert manifest.bits_per_weight <= 6
+    assert answer(tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("after", [0, 3], ids=["sensitivities", "plans"])

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgerun.errors import InputError
-from edgerun.export.allocation.format_candidates import completed_plan, planned_linears, read_plan, spelled, write_plan
+from edgerun.export.allocation.format_candidates import (
+    FILE_FORMATS,
+    completed_plan,
+    planned_linears,
+    read_plan,
+    spelled,
+    write_plan,
+)
 from edgerun.export.allocation.plan_costs import Budget, Measure, bytes_read, parse_budget, weight_count
 from edgerun.export.checkpoint.config import DecoderConfig, read_config
 from edgerun.export.checkpoint.layer_weights import FusedLinear
@@ -25,6 +32,7 @@ FEW_BITS = st.builds(
     method=st.none() | st.sampled_from(Method),
 )
 FORMATS = st.just(WeightFormat(32)) | FEW_BITS
+IN_LAYERS = FORMATS | st.sampled_from(FILE_FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
 def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, data, tied: bool) -> None:
     model = replace(config, tied_head=tied)
     names = [linear.name for linear in planned_linears(model)]
-    plan = {name: data.draw(FORMATS) for name in names}
+    plan = {name: data.draw(IN_LAYERS if name.startswith("layers.") else FORMATS) for name in names}
     notes = {name: data.draw(st.text(max_size=20)) for name in names[::2]}
     file = tmp_path_factory.mktemp("plan") / "plan.toml"
     text = write_plan(plan, notes, ["Plan of a model", data.draw(st.text(max_size=20))])
@@ -62,7 +70,9 @@ def test_a_written_plan_is_read_again(tmp_path_factory, config: DecoderConfig, d
         ),
         ({"layers.0.qkv": None}, "lacks the linear 'layers.0.qkv'"),
         ({"layers.0.qkv": None, "layers.0.o": None}, "lacks the linears 'layers.0.qkv', 'layers.0.o'"),
-        ({"head": '"int3/64"'}, "gives head the unknown format 'int3/64'"),
+        ({"head": '"int3/64"'}, "gives head the format int3/64, which it cannot have"),
+        ({"head": '"int7/64"'}, "gives head the unknown format 'int7/64'"),
+        ({"layers.0.o": '"int5/64+zero-points"'}, "gives layers.0.o the unknown format 'int5/64+zero-points'"),
         ({"head": '"int4/48"'}, "gives head the unknown format 'int4/48'"),
         ({"head": '"int4/64 magic"'}, "the unknown format"),
         ({"head": '"fp32 rtn"'}, "the unknown format"),
