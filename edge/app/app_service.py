@@ -37,7 +37,7 @@ from ..server.json_endpoint import json_routes
 from ..tools.tool_settings import read_configuration
 from .app_access import OPEN_PATH, AppAccess, session_refusal
 from .app_context import SETTING_PREFIX, AppContext, SettingsBody, read_settings
-from .conversation_endpoints import checked_sampling, conversation_routes
+from .conversation_endpoints import conversation_routes
 from .generations import Generations
 from .models.model_endpoints import ModelServices, model_objects, model_routes
 from .page_files import PageFiles, index_page, with_page_headers
@@ -203,7 +203,7 @@ def state_routes(context: AppContext) -> list[ProtocolRoute]:
     def save_preset(
         preset: str, system: str = "", sampling: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        saved = Preset(preset, system, checked_sampling(sampling))
+        saved = Preset(preset, system, {name: value for name, value in sampling.items() if value is not None})
         store.save_preset(saved)
         return {"preset": saved}
 

@@ -50,12 +50,12 @@ class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         """The fields that have a value.
 
         Raises:
-            InputError: an option of the sampling is unknown, or its value is not valid; or documents do not exist.
+            InputError: documents do not exist.
         """
         fields = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
         if "documents" in fields:
             fields["documents"] = document_paths(fields["documents"])
-        return fields | ({"sampling": checked_sampling(fields["sampling"])} if "sampling" in fields else {})
+        return fields
 
 
 class ConversationChange(ConversationFields, kw_only=True, forbid_unknown_fields=True):
@@ -66,17 +66,6 @@ class ConversationChange(ConversationFields, kw_only=True, forbid_unknown_fields
 
 
 Attachments: TypeAlias = Annotated[Sequence[Attachment], Meta(max_length=MAX_ATTACHMENTS)]
-
-
-def checked_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that have a value.
-
-    Raises:
-        InputError: one is unknown, or its value is not valid.
-    """
-    given = {name: value for name, value in sampling.items() if value is not None}
-    GenerateOptions().changed(given)
-    return given
 
 
 def conversation_routes(context: AppContext, generations: Generations) -> list[Route]:
