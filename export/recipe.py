@@ -193,7 +193,9 @@ class ExportRecipe:
             parse_sizes(self.widths, self.contexts)
         else:
             self._refuse(("widths", "contexts", "activations"), "without --device npu", "add --device npu")
-        self._check_draft()
+        if self.draft == NO_DRAFT:
+            self._refuse(("draft_vocab", "draft_weights"), "on --draft none", "leave it out")
+        _ = self.draft_tokens  # raises for another value of --draft-vocab
         self._check_layout()
 
     def _apply_preset(self) -> None:
@@ -224,11 +226,6 @@ class ExportRecipe:
             require_exportable(weight_format)
         if self.method is not None and {self.body, self.head_format} == {FP32}:
             raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
-
-    def _check_draft(self) -> None:
-        if self.draft == NO_DRAFT:
-            self._refuse(("draft_vocab", "draft_weights"), "on --draft none", "leave it out")
-        _ = self.draft_tokens  # raises for another value of --draft-vocab
 
     def _check_layout(self) -> None:
         if self.layout is GraphLayout.EDGE:

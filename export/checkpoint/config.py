@@ -193,7 +193,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     """
     model_type = str(config["model_type"])
     family = find_family(model_type)
-    config = {**family.defaults, **text_settings(common_settings(config, family), family)}
+    common = {name: config[own] for name, own in family.settings.items() if own in config}
+    config = {**family.defaults, **text_settings({**config, **common}, family)}
     _refuse_unsupported(config, family)
     heads = count(config, "num_attention_heads")
     kv_heads = count(config, "num_key_value_heads", default=heads)
@@ -286,11 +287,6 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
         raise CheckpointError(
             f"head_dim {head_dim} is not a multiple of 8", "ONNX Runtime's GroupQueryAttention needs one that is"
         )
-
-
-def common_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Return the settings of config.json, those with names of their own by the common ones too."""
-    return {**config, **{name: config[own] for name, own in family.settings.items() if own in config}}
 
 
 def text_settings(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:

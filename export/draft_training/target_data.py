@@ -30,6 +30,7 @@ from ...runtime.kv.prefix_cache import CachedSequence
 from ...runtime.options import GenerateOptions
 from ...runtime.result import Reply
 from ..check.contract_session import ContractSession
+from ..checkpoint.source import Float32Array
 from ..graph.decoder_parts import embedded_value
 from ..graph.inputs_outputs import feature_layers
 from .training_batches import Example
@@ -40,7 +41,6 @@ _FILE_CONVERSATIONS: Final = 64
 """Number of conversations of a file: what an interrupted run may lose."""
 _WIDTH: Final = 256
 """Largest number of positions whose logits are in memory at a time."""
-Float32Array = npt.NDArray[np.float32]
 _FEWEST_LAYERS: Final = 4
 _CACHE_BYTES: Final = 1 << 30
 

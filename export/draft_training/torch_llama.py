@@ -78,17 +78,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm over the last axis, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., C]; float32 out."""
-        return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+        return super().forward(x.float())
 
 
 class Linear(nn.Linear):

@@ -29,6 +29,7 @@ from ...runtime.text.turn_markers import TokenArray, answer_start, read_markers
 from ..bundle_content import read_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession
+from ..checkpoint.source import Float32Array
 
 _MAX_CHAIN: Final = 7
 TARGET_WIDTHS: Final = tuple(range(1, _MAX_CHAIN + 2))
@@ -43,7 +44,6 @@ _LOGITS_BATCH: Final = 32
 
 Agreement = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 
 class TokenRanking(NamedTuple):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ExportError
 from ...models.atomic import temporary_folder, write_atomically
@@ -37,6 +36,7 @@ from ...runtime.text.turn_markers import TokenArray
 from ..bundle_content import change_manifest, read_manifest, write_manifest
 from ..calibration.calibration_text import CalibrationText
 from ..check.contract_session import ContractSession, require_close
+from ..checkpoint.source import Float32Array
 from ..graph import inputs_outputs
 from ..graph.initializers import WeightFile
 from ..recipe import DraftTokens
@@ -45,9 +45,7 @@ from ..upgrade.describe import bits_per_weight, weight_matrices
 from ..upgrade.editable import EditableGraph, Node
 from ..upgrade.graph_parts import in_place, to_file
 from . import head_size
-from .head_size import Float32Array, Int64Array, TokenRanking
-
-TokenIds = npt.NDArray[np.int64]
+from .head_size import Int64Array, TokenRanking
 
 _BY_ROW: Final = (1, 2, 3, 5)
 """Inputs of MatMulNBits with a row or an element for each output: codes, scales, zero points, bias."""
@@ -66,7 +64,7 @@ _ROUNDS: Final = 12
 _STAGE: Final = "draft"
 
 
-def trim_head(graph: EditableGraph, kept: TokenIds) -> None:
+def trim_head(graph: EditableGraph, kept: Int64Array) -> None:
     """Keep only the head's rows of the tokens `kept`, int64 [n], all different, in their order.
 
     Raises:
@@ -106,7 +104,7 @@ def head_tokens(graph: EditableGraph) -> int:
     return shape[-1]
 
 
-def _take(graph: EditableGraph, node: Node, index: int, kept: TokenIds, tokens: int, axis: int) -> None:
+def _take(graph: EditableGraph, node: Node, index: int, kept: Int64Array, tokens: int, axis: int) -> None:
     """Replace an initializer that a node reads by its part for the kept tokens."""
     name = node.input(index)
     converted = graph.producer_of(name, "Cast")  # scales stored in float16
@@ -121,7 +119,7 @@ def _take(graph: EditableGraph, node: Node, index: int, kept: TokenIds, tokens: 
     graph.set_input(node, index, taken)
 
 
-def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
+def write_trimmed(whole: Bundle, folder: Path, kept: Int64Array) -> None:
     """Write a draft's bundle with a trimmed head into a new or empty folder.
 
     Args:
@@ -163,7 +161,7 @@ def write_trimmed(whole: Bundle, folder: Path, kept: TokenIds) -> None:
     write_manifest(folder, manifest, (GRAPH_NAME, TARGET_IDS_NAME, *TOKENIZER_AND_CONFIG_FILES))
 
 
-def trim_own_draft(folder: Path, kept: TokenIds) -> None:
+def trim_own_draft(folder: Path, kept: Int64Array) -> None:
     """Trim the head of a draft whose graph is in its target's bundle.
 
     The kept rows join the draft's own weights in `draft.onnx.data`; all other weights stay in the file of the target.
@@ -187,7 +185,7 @@ def trim_own_draft(folder: Path, kept: TokenIds) -> None:
     change_manifest(folder, changed, draft=replace(draft, d2t=TARGET_IDS_NAME))
 
 
-def trimmed_own_draft(folder: Path, kept: TokenIds) -> EditableGraph:
+def trimmed_own_draft(folder: Path, kept: Int64Array) -> EditableGraph:
     """The graph of a bundle's own draft with a trimmed head; arguments and errors as for `trim_own_draft`."""
     graph = EditableGraph.open(folder / DRAFT_GRAPH_NAME)
     trim_head(graph, kept)

@@ -199,11 +199,17 @@ def _append_gates(
         beta, step = _split_by_key_head(nodes, name, config, both, {"b": served, "a": served})
     else:
         beta, step = nodes.split(both, [f"{name}.b", f"{name}.a"], nodes.integers("delta.gates", heads, heads))
-    shifted = nodes.add("Add", [step, nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])], f"{name}.step")
-    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
-    scaled = nodes.add("Mul", [nodes.add("Softplus", [shifted], f"{name}.softplus"), rates], f"{name}.rate")
-    decay = nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
+    _, decay = _append_decay(nodes, name, states, step)
     return decay, nodes.add("Sigmoid", [beta], f"{name}.beta")
+
+
+def _append_decay(nodes: Nodes, name: str, states: StateWeights, raw_step: str) -> tuple[str, str]:
+    """Append the step, softplus(raw + bias), and the decay's logarithm, -exp(A) step, [1, M, value heads] each."""
+    bias = nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])
+    step = nodes.add("Softplus", [nodes.add("Add", [raw_step, bias], f"{name}.shifted")], f"{name}.step")
+    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
+    scaled = nodes.add("Mul", [step, rates], f"{name}.rate")
+    return step, nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
 
 
 def append_mamba(
@@ -218,12 +224,7 @@ def append_mamba(
     parts = [f"{name}.{part}" for part in ("x", "b", "c")]
     widths = nodes.integers("mamba.parts", config.value_width, config.key_width, config.key_width)
     channels, key, query = nodes.split(convolved, parts, widths)
-    # dt = softplus(raw + bias), and the decay's logarithm, -exp(A) dt
-    bias = nodes.weights.vector(f"{name}.dt_bias", [states.step_bias])
-    step = nodes.add("Softplus", [nodes.add("Add", [raw_step, bias], f"{name}.shifted")], f"{name}.step")
-    rates = nodes.add("Exp", [nodes.weights.vector(f"{name}.a_log", [states.log_rates])], f"{name}.rates")
-    scaled = nodes.add("Mul", [step, rates], f"{name}.rate")
-    decay = nodes.forgetting_other_texts(nodes.add("Neg", [scaled], f"{name}.decay"))
+    step, decay = _append_decay(nodes, name, states, raw_step)
     apart = nodes.integers("mamba.apart", 0, 0, config.value_heads, config.value_dim)
     heads = nodes.add("Reshape", [channels, apart], f"{name}.heads")
     steps = nodes.add("Unsqueeze", [step, nodes.integers("mamba.last", -1)], f"{name}.steps")

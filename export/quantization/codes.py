@@ -37,11 +37,9 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import QuantizedRows
+from ..checkpoint.source import Float32Array, QuantizedRows, UInt8Array
 
-Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
-UInt8Array = npt.NDArray[np.uint8]
 
 OFFSETS: Final = WeightFormat(8, 32)
 """Format of the matrix of a linear's offsets."""

@@ -32,11 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, InputStatistics, pack_codes, second_moments, unpack_zero_points
+from ..checkpoint.source import Float32Array, QuantizedRows
+from .codes import Float64Array, InputStatistics, pack_codes, second_moments, unpack_zero_points
 from .k_quant import k_quant_rows
-
-Float64Array = npt.NDArray[np.float64]
 
 _DAMPING: Final = 0.01
 """Added to the diagonal, as a fraction of its mean, for directions that the calibration text lacks."""

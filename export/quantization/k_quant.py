@@ -24,9 +24,8 @@ import numpy as np
 
 from ...errors import InputError
 from ...models.manifest import WeightFormat
-from ..checkpoint.source import QuantizedRows
+from ..checkpoint.source import Float32Array, QuantizedRows
 from .codes import (
-    Float32Array,
     InputStatistics,
     centered_zeros,
     default_scales,

@@ -11,8 +11,8 @@ from ...models.manifest import Method, WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear, QuantPlan
 from ..checkpoint.layout import PER_LAYER_EMBEDDING, fused_linears
-from ..checkpoint.source import QuantizedRows
-from .codes import Float32Array, InputStatistics, nearest_rows
+from ..checkpoint.source import Float32Array, QuantizedRows
+from .codes import InputStatistics, nearest_rows
 from .gptq import gptq_rows
 from .k_quant import k_quant_rows
 
