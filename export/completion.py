@@ -98,7 +98,7 @@ def complete_bundle(
     (measured,) = BundleTimer().time_passes([folder], _WIDTHS, _ROUNDS)
     progress(_STAGE, 1.0)
     figures = None if draft is None else make_draft(folder, content, text, draft, recipe, progress)
-    sensitivities = _sensitivities(config, model, progress)
+    sensitivities = _sensitivities(config, recipe, model, progress)
     report = ModelReport(
         model=content.source.folder.resolve().name,
         command=content.command,
@@ -161,13 +161,16 @@ def integer_graphs_note(folder: Path, content: BundleContent, model: CalibratedM
 
 
 def _sensitivities(
-    config: DecoderConfig, model: CalibratedModel, progress: Progress
+    config: DecoderConfig, recipe: ExportRecipe, model: CalibratedModel, progress: Progress
 ) -> Mapping[str, Sequence[Sensitivity]]:
-    """Sensitivities of linears in all formats of the search, or in the plan's formats where there was no search."""
+    """Sensitivities of linears in all formats of the search, or in those of a plan that the user may change.
+
+    They take longer than all other figures of the report together, so without mixed weights they are for who asks.
+    """
     if model.allocation is not None:
         return model.allocation.sensitivities
     plan = model.plan
-    if weight_count(config) > _MAX_WEIGHTS:
+    if not (recipe.report or recipe.mixed) or weight_count(config) > _MAX_WEIGHTS:
         return {}
     pairs = [(linear.name, plan[linear.name]) for linear in planned_linears(config) if plan[linear.name] != FP32]
     tokens = measured_tokens(config, SENSITIVITY_WORK)

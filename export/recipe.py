@@ -120,7 +120,10 @@ class ExportRecipe:
         unset="float16",
     )
     hidden_states: bool = option(False, "Let the graph give hidden states too, for embeddings.")
-    report: bool = option(False, "Write report.html and report.json, as every calibrated or mixed export does.")
+    report: bool = option(
+        False,
+        "Write report.html and report.json, as calibrated and mixed exports do, and measure each matrix alone for it.",
+    )
     eval: Path | None = option(
         None, "Text file from which the report's questions are made, answered beside the float model.", metavar="FILE"
     )

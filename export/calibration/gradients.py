@@ -56,7 +56,6 @@ def collect_gradients(
         progress: Receives the stage "gradients".
 
     Raises:
-        InputError: The model has experts or recurrent states.
         CheckpointError: A tensor cannot be read.
         OSError: The disk refused a write.
     """
@@ -65,8 +64,7 @@ def collect_gradients(
         return moments
     folder.mkdir(parents=True, exist_ok=True)
     collector = _Collector(model, text, moments)
-    halves = [(index, mixes) for index in range(model.config.layers) for mixes in (True, False)]
-    collector.require_operators(halves)
+    halves = _halves(model)
     for number, half in enumerate(halves):
         progress(STAGE, _FORWARD_SHARE * number / len(halves))
         collector.run_forward(*half)
@@ -79,6 +77,23 @@ def collect_gradients(
     return moments
 
 
+def require_gradients(model: SourceModel) -> None:
+    """Refuse a model with an operator that has no gradient here.
+
+    Raises:
+        InputError: The model has experts or recurrent states.
+    """
+    runner = LayerRunner(model)
+    nodes = (node for half in _halves(model) for node in runner.half_graph(*half).graph.node)
+    if model.config.experts is not None or any(node.op_type not in _OPERATORS for node in nodes):
+        raise InputError("there are no gradients of models with experts or recurrent states", "choose --method gptq")
+
+
+def _halves(model: SourceModel) -> list[tuple[int, bool]]:
+    """Each half layer as its layer's index and whether it mixes tokens, in the order of the graph."""
+    return [(index, mixes) for index in range(model.config.layers) for mixes in (True, False)]
+
+
 class _Collector:
     """Runs the calibration text forward, and its gradients back through the half layers."""
 
@@ -88,16 +103,6 @@ class _Collector:
         self._hidden = [self._runner.embed(batch) for batch in self._batches]
         self._upstream: list[Tensor] = []
         """Gradients at the hidden states after the half layer that is next, by batch."""
-
-    def require_operators(self, halves: list[tuple[int, bool]]) -> None:
-        """Refuse a model with an operator that has no gradient here."""
-        graphs = [self._runner.half_graph(*half).graph for half in halves]
-        known = all(node.op_type in _OPERATORS for graph in graphs for node in graph.node)
-        if self._config.experts is not None or not known:
-            raise InputError(
-                "there are no gradients of models with experts or recurrent states",
-                "choose --method gptq",
-            )
 
     def run_forward(self, index: int, mixes: bool) -> None:
         """Run half a layer; the hidden states before it go to disk."""
@@ -160,17 +165,19 @@ class _Collector:
         return self._moments.folder / f"states-{index}-{mixes}-{number}.npy"
 
 
-def shrunk(first: Tensor, second: Tensor) -> Tensor:
+def shrunk(first: Tensor, second: Tensor | int) -> Tensor:
     """The sum of the moments [N, N] of two halves of the text, with what is noise taken off the covariances.
 
     Covariances of thousands of outputs need more text than there is. The correlation of both halves' tells how much of
-    them is signal (the reliability of the sum, Spearman, 1910), and they are multiplied by that.
+    them is signal (the reliability of the sum, Spearman, 1910), and they are multiplied by that. A text of one batch
+    has no second half: it is 0 then, and nothing is left of the covariances.
     """
-    variances = torch.diag(torch.diagonal(first + second))
-    one, other = (each - torch.diag(torch.diagonal(each)) for each in (first, second))
+    total = first + second
+    diagonal = torch.eye(len(total))
+    one, other = first * (1 - diagonal), second * (1 - diagonal)
     lengths = torch.linalg.norm(one) * torch.linalg.norm(other)
     common = ((one * other).sum() / lengths).clamp(min=0) if lengths > 0 else 0.0
-    return variances + 2 * common / (1 + common) * (one + other)
+    return total * diagonal + 2 * common / (1 + common) * (one + other)
 
 
 def half_values(

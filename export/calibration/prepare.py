@@ -85,6 +85,9 @@ def prepare(checkpoint: SourceModel, recipe: ExportRecipe, folder: Path, progres
     config, budget = checkpoint.config, recipe.parsed_budget
     if recipe.gradients:
         require_torch(recipe.method)
+        from .gradients import require_gradients  # noqa: PLC0415 -- PyTorch is an extra, imported when used
+
+        require_gradients(checkpoint)
     task_words = None if recipe.eval is None else read_task_text(recipe.eval)
     plan: QuantPlan | None = None if recipe.plan is None else read_plan(recipe.plan, config)
     if plan is not None and recipe.device == DeviceChoice.NPU and any(each.bits in (3, 5, 6) for each in plan.values()):
@@ -135,7 +138,7 @@ def _quantized(
         store = QuantizedLinearStore(model.source, config, folder / f"sequential-{key}", store.statistics)
         outputs = None
         if recipe.gradients:
-            from .gradients import collect_gradients  # noqa: PLC0415 -- PyTorch is an extra, imported when used
+            from .gradients import collect_gradients  # noqa: PLC0415 -- likewise
 
             outputs = collect_gradients(model, text, folder / _OUTPUTS, recipe.seed, progress)
         quantize_sequentially(model, text, plan, store, progress, outputs)

@@ -197,7 +197,7 @@ def test_a_calibrated_export_has_a_report(
     checkpoint: Path, tmp_path: Path, capsys: Capture, mapped_work: list[str]
 ) -> None:
     out = tmp_path / "out"
-    options = ("--weights", "int4", "--block", "64", "--method", "awq+gptq", "--calibration-tokens", "1100")
+    options = ("--weights", "int4", "--block", "64", "--method", "awq+gptq", "--calibration-tokens", "1100", "--report")
     shown = output_of(capsys, "export", checkpoint, out, *options)
     assert mapped_work == []
     assert list((tmp_path / "cache" / "exports").iterdir()) == []

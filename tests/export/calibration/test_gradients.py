@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edgerun.edge.cli.main import main
-from edgerun.errors import InputError
-from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export import Method, WeightFormat
 from edgerun.export.allocation.quantized_weights import QuantizedLinearStore
 from edgerun.export.bundle_content import SourceModel
 from edgerun.export.calibration.calibration_text import CalibrationText
@@ -139,6 +139,8 @@ def test_an_export_by_gradients_from_the_command_line(tmp_path: Path, monkeypatc
         assert main(["export", str(source), str(tmp_path / method), *options, method]) == 0
     weights = [dict(open_bundle(tmp_path / method).manifest.weights) for method in methods]
     assert all(each == weights[0] for each in weights)
+    linears = json.loads((tmp_path / "yaqa" / "report.json").read_text(encoding="utf-8"))["linears"]
+    assert {linear["kl_alone"] for linear in linears} == {None}  # --report asks for it
     codes = [next((tmp_path / method).glob("*.data")).read_bytes() for method in methods]
     assert len({len(each) for each in codes}) == 1
     assert len(set(codes)) == len(methods)
@@ -147,12 +149,26 @@ def test_an_export_by_gradients_from_the_command_line(tmp_path: Path, monkeypatc
     assert 'install it: pip install "edge-run[train]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2"])
-def test_models_without_gradients_are_refused(tmp_path: Path, family: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "yaqa"), ("lfm2", "learned")])
+def test_models_without_gradients_are_refused(tmp_path: Path, family: str, method: str, monkeypatch, capsys) -> None:
+    """Before any text is read: the file is not there."""
     monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1200)), encoding="utf-8")
     source = write_checkpoint(tmp_path / "checkpoint", family)
-    recipe = ExportRecipe("int4", method="yaqa", calibration=text, calibration_tokens=1100)
-    with pytest.raises(InputError, match=r"no gradients of models with experts or recurrent states"):
-        export_checkpoint(source, tmp_path / "bundle", recipe)
+    options = ["--weights", "int4", "--calibration", str(tmp_path / "text.txt"), "--method", method]
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("no gradients of models with experts or recurrent states; choose --method gptq")
+
+
+def test_a_text_of_one_batch_has_no_halves(tmp_path: Path, monkeypatch) -> None:
+    """Seed 3 holds out all but 260 tokens of a text that is hardly long enough."""
+    monkeypatch.setenv("EDGERUN_CACHE", str(tmp_path / "cache"))
+    text, random = tmp_path / "text.jsonl", np.random.default_rng(0)
+    words = [" ".join(random.choice(WORDS, count)) for count in (115, 239, 61, 61)]
+    lines = [json.dumps({"messages": [{"role": "user", "content": each}]}) for each in words]
+    text.write_text("\n".join(lines), encoding="utf-8")
+    source = write_checkpoint(tmp_path / "checkpoint")
+    options = ["--weights", "int4", "--calibration", str(text), "--context", "512", "--seed", "3", "--method"]
+    assert main(["export", str(source), str(tmp_path / "bundle"), *options, "yaqa"]) == 0
+    report = json.loads((tmp_path / "bundle" / "report.json").read_text(encoding="utf-8"))
+    assert report["calibration"]["tokens"] == 261

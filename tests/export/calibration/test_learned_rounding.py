@@ -112,6 +112,8 @@ def test_an_export_by_learned_rounding_is_nearer_to_the_float_model(
         assert main(["export", str(source), str(tmp_path / name), *options, method]) == 0
     data = {name: next((tmp_path / name).glob("*.data")).read_bytes() for name in ("yaqa", "learned", "again")}
     assert len(data["learned"]) == len(data["yaqa"])
+    graphs = [(tmp_path / name / "model.onnx").read_bytes() for name in ("yaqa", "learned")]
+    assert graphs[0] == graphs[1]  # so speed is the same
     assert data["learned"] == data["again"] != data["yaqa"]
     held_out = Tokenizer.from_file(str(source / "tokenizer.json")).encode(words(1, 1600)).ids
     exact, *others = (log_probabilities(tmp_path / name, held_out) for name in ("float", "yaqa", "learned"))
