@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from ...runtime.devices.processor import default_threads
 from ..allocation.allocate import DEFAULT_SECONDS, SENSITIVITY_WORK, formats_of, measured_tokens
-from ..allocation.format_candidates import planned_linears
+from ..allocation.format_candidates import allowed_formats
 from ..allocation.plan_costs import weight_count
 from ..calibration.calibration_text import default_tokens
 from ..checkpoint.config import read_config
@@ -22,6 +22,8 @@ from ..upgrade.describe import holds_graph
 
 _PASSES: Final = 20
 """Passes of the float model over the calibration text that take as long as all that an export does with it."""
+_TOKEN_PRODUCTS: Final = 2_000_000
+"""Products that take as long as what a pass computes for a token beside those of the weights; small models feel it."""
 _LEARNING_TOKENS: Final = 600_000
 """Tokens whose pass through the float model takes as long as learning to round it, and reading more text for that."""
 _FIXED_SECONDS: Final = 10.0
@@ -40,14 +42,14 @@ def expected_duration(source: Path, recipe: ExportRecipe) -> str | None:
     if not recipe.calibrated or is_gguf(source) or holds_graph(source) or needs_optimum(source):
         return None
     config = read_config(source)
-    weights, tokens = weight_count(config), recipe.calibration_tokens or default_tokens(config)
-    products, search = _PASSES * weights * tokens, 0.0
+    work, tokens = weight_count(config) + _TOKEN_PRODUCTS, recipe.calibration_tokens or default_tokens(config)
+    products, search = _PASSES * work * tokens, 0.0
     if recipe.learns:
-        products = weights * (_PASSES * min(tokens, default_tokens(config)) + _LEARNING_TOKENS)
+        products = work * (_PASSES * min(tokens, default_tokens(config)) + _LEARNING_TOKENS)
     if recipe.budget is not None:
-        measurements = len(list(planned_linears(config))) * len(formats_of(recipe))
+        measurements = len(allowed_formats(config, formats_of(recipe)))
         # A measurement begins at the linear that it changes, half way through the model on average.
-        products += measurements * measured_tokens(config, SENSITIVITY_WORK) * weights // 2
+        products += measurements * min(tokens, measured_tokens(config, SENSITIVITY_WORK)) * work // 2
         search = DEFAULT_SECONDS if recipe.time_limit is None else 60 * recipe.time_limit
     seconds = _FIXED_SECONDS + products * _seconds_per_product()
     least, most = _minutes(seconds / _SPREAD), _minutes(_SPREAD * seconds + search)
