@@ -34,10 +34,10 @@ _STATUS: Final[Mapping[StrEnum, HTTPStatus]] = {
     ErrorCode.INTERNAL: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 """Status by code; 400 for all others."""
-_HUB_ERRORS: Final = (
-    (OfflineError, HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
-    (ConnectionFailedError, HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
-)
+_HUB_ERRORS: Final[Mapping[type[EdgeError], tuple[HTTPStatus, str]]] = {
+    OfflineError: (HTTPStatus.SERVICE_UNAVAILABLE, "offline"),
+    ConnectionFailedError: (HTTPStatus.BAD_GATEWAY, "hub_unreachable"),
+}
 """Status and code of errors that the network makes, by their class."""
 _TYPES: Final = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -79,31 +79,18 @@ def server_failure(error: Exception, hint: str = "") -> RequestError:
     return RequestError(f"the server failed: {type(error).__name__}", hint, code=ErrorCode.INTERNAL)
 
 
-def _described(error: EdgeError) -> RefusedError | RequestError:
-    """An error as one with a code."""
+def _described(error: EdgeError) -> tuple[HTTPStatus, dict[str, Any]]:
+    """The HTTP status of an error, and the error as OpenAI's API describes it."""
+    param = None
     if isinstance(error, RefusedError):
-        return error
-    for kind, status, code in _HUB_ERRORS:
-        if isinstance(error, kind):
-            return RefusedError(status, code, error.what, error.hint)
-    return describe(error)
-
-
-def error_status(error: EdgeError) -> HTTPStatus:
-    """The HTTP status of an error."""
-    described = _described(error)
-    if isinstance(described, RefusedError):
-        return described.status
-    return _STATUS.get(described.code, HTTPStatus.BAD_REQUEST)
-
-
-def _error_fields(error: EdgeError) -> dict[str, Any]:
-    """An error as OpenAI's API describes it."""
-    described = _described(error)
-    status = error_status(error)
+        status, code = error.status, error.code
+    elif (of_hub := next((each for kind, each in _HUB_ERRORS.items() if isinstance(error, kind)), None)) is not None:
+        status, code = of_hub
+    else:
+        told = describe(error)
+        status, code, param = _STATUS.get(told.code, HTTPStatus.BAD_REQUEST), str(told.code), told.param
     kind = _TYPES.get(status, "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
-    param = described.param if isinstance(described, RequestError) else None
-    return {"message": str(described), "type": kind, "param": param, "code": str(described.code)}
+    return status, {"message": str(error), "type": kind, "param": param, "code": code}
 
 
 def encode_json(value: Any) -> bytes:
@@ -142,7 +129,7 @@ class Protocol:
 
     def error(self, error: EdgeError) -> dict[str, Any]:
         """An error as the object of a response, or of the middle of a stream."""
-        return self.error_form(error_status(error), _error_fields(error))
+        return self.error_form(*_described(error))
 
 
 def _openai_error(_status: HTTPStatus, error: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +168,7 @@ _LINGER_BYTES: Final = 32 << 20
 
 def error_response(error: EdgeError, scope: Scope) -> Response:
     """The response to a request that failed with `error` before an answer began, in the form of its API."""
-    status = error_status(error)
+    status, _ = _described(error)
     headers = error.headers if isinstance(error, RefusedError) else {}
     if status in {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}:
         headers = {"retry-after": str(RETRY_AFTER_S), **headers}
