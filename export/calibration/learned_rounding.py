@@ -94,7 +94,7 @@ def learn_rounding(
     for index in range(config.layers):
         linears = layer_layout(config, index).linears
         weights = {linear.name: runner.matrix(linear) for linear in linears}
-        exact = _after_layer(runner, index, batches, exact, weights)
+        _run_layer(runner, index, batches, exact, weights)
         own = [linear for linear in linears if plan[linear.name].method is Method.GPTQ]
         if not all(learned.has(linear, plan[linear.name]) for linear in own):
             numbers = {
@@ -103,32 +103,32 @@ def learn_rounding(
             }
             others = {each.name: rounded.weights(each, plan[each.name]) for each in linears if each not in own}
             layer = _Layer(runner, index, numbers, others, outputs)
-            examples = list(zip(batches, changed, exact, strict=True))
             best, least = dict[str, QuantizedRows](), math.inf
-            for step, error in enumerate(layer.learn(examples[:taught], examples[taught:])):
+            for step, error in enumerate(layer.learn(list(zip(batches, changed, exact, strict=True)), taught)):
                 progress(STAGE, (index + step * _CHECK_STEPS / STEPS) / config.layers)
                 if error < least:
                     best, least = {name: each.rows() for name, each in numbers.items()}, error
             for linear in own:
                 learned.keep(linear, plan[linear.name], best[linear.name])
         matrices = {each.name: learned.weights(each, plan[each.name]) for each in linears}
-        changed = _after_layer(runner, index, batches, changed, matrices)
+        _run_layer(runner, index, batches, changed, matrices)
     progress(STAGE, 1.0)
 
 
-def _after_layer(
+def _run_layer(
     runner: LayerRunner,
     index: int,
     batches: Sequence[Batch],
-    states: Sequence[Float32Array],
+    states: list[Float32Array],
     matrices: Mapping[str, Float32Array],
-) -> list[Float32Array]:
-    """Hidden states after a layer, from those before it."""
+) -> None:
+    """Replace hidden states before a layer, one after the other as they are large, by those after it."""
 
     def run(number: int) -> Float32Array:
         return runner.captured(index, states[number], batches[number], lambda each: matrices[each.name])[0]
 
-    return list(in_order(run, range(len(batches))))
+    for number, after in enumerate(in_order(run, range(len(batches)))):
+        states[number] = after
 
 
 class LearnedMatrix:
@@ -192,8 +192,9 @@ class _Layer:
         self._moments = torch.from_numpy(np.array(outputs.of(states_after(index))))
         self._moments.diagonal().add_(_DAMPING * self._moments.diagonal().mean())
 
-    def learn(self, examples: Sequence[Example], checks: Sequence[Example]) -> Iterator[float]:
-        """Learn from examples; yields the error of `checks` at the beginning and after every few steps."""
+    def learn(self, examples: Sequence[Example], taught: int) -> Iterator[float]:
+        """Learn from the first `taught` examples; yields the error of the others before that and every few steps."""
+        checks = examples[taught:]
         groups = [
             {"params": [each.codes for each in self._numbers.values()], "lr": _CODE_RATE},
             {"params": [each.factors for each in self._numbers.values()], "lr": _SCALE_RATE},
@@ -204,7 +205,7 @@ class _Layer:
             if step % _CHECK_STEPS == 0:
                 yield self._measured(checks)
             optimizer.zero_grad()
-            torch.autograd.backward(self._error(*examples[step % len(examples)]))
+            torch.autograd.backward(self._error(*examples[step % taught]))
             optimizer.step()
             schedule.step()
         yield self._measured(checks)
