@@ -61,8 +61,8 @@ _LONGEST: Final = 256
 _CONTEXT: Final = 64
 """Number of cached tokens before decoding is timed."""
 _TOKENS: Final = 64
-_SPARE: Final = 1024
-"""Bytes of a budget left for small constants of the graph."""
+_SPARE: Final = 6144
+"""Bytes of a budget left for small constants of the graph, such as tables that expand codes."""
 
 
 class QualityComparison:
