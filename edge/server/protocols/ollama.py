@@ -21,6 +21,7 @@ from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, KeepAlive, RequestFields, keep_seconds
 from ...service.message_fields import FunctionTool, JsonObjectFormat, base64_image, checked_messages, tool_mappings
 from ...service.model_files import describe_model, remove_model
+from ...service.model_pool import ModelPool
 from ...service.offered_models import ModelEntry
 from ...service.openai_objects import GenerationObjects
 from ...service.pooled_model import ModelState
@@ -212,16 +213,17 @@ class OllamaPullBody(StrictStruct):
         self.stream = self.stream is not False
 
 
+def _described(pool: ModelPool, entry: ModelEntry) -> dict[str, Any]:
+    known = describe_model(entry, pool.kind)
+    details = {"format": "onnx", "family": known["architecture"], "quantization_level": entry.id.partition(":")[2]}
+    names = {"name": entry.id, "model": entry.id, "digest": "", "details": details}
+    about_files = {"size": known["disk_bytes"], "capabilities": known["capabilities"]}
+    return {**names, "modified_at": _time(entry.created), **about_files}
+
+
 def routes(service: RequestService) -> list[ProtocolRoute]:
     """The paths of the API."""
     pool = service.pool
-
-    def described(entry: ModelEntry) -> dict[str, Any]:
-        known = describe_model(entry, pool.kind)
-        details = {"format": "onnx", "family": known["architecture"], "quantization_level": entry.id.partition(":")[2]}
-        names = {"name": entry.id, "model": entry.id, "digest": "", "details": details}
-        about_files = {"size": known["disk_bytes"], "capabilities": known["capabilities"]}
-        return {**names, "modified_at": _time(entry.created), **about_files}
 
     def pull(body: OllamaPullBody, report: Callable[[object], None], cancellation: Cancellation) -> dict[str, str]:
         """Download a model of the hub."""
@@ -246,18 +248,18 @@ def routes(service: RequestService) -> list[ProtocolRoute]:
 
     def tags() -> object:
         """The models that are offered."""
-        return {"models": [described(entry) for entry in pool.offered.entries()]}
+        return {"models": [_described(pool, entry) for entry in pool.offered.entries()]}
 
     def loaded() -> object:
         """The models in memory."""
-        return {"models": [described(pool.find(state.id)) | in_memory(state) for state in pool.status()]}
+        return {"models": [_described(pool, pool.find(state.id)) | in_memory(state) for state in pool.status()]}
 
     def show(model: str, verbose: bool | None = None) -> object:  # noqa: ARG001  all is told
         """What a model is."""
         entry = pool.offered.find(model)
-        known, family = describe_model(entry, pool.kind), described(entry)["details"]["family"]
+        known, family = describe_model(entry, pool.kind), _described(pool, entry)["details"]["family"]
         info = {"general.architecture": family, f"{family}.context_length": known["context"]}
-        return {**described(entry), "model_info": info}
+        return {**_described(pool, entry), "model_info": info}
 
     def delete(model: str) -> None:
         """Unload a model that was downloaded or exported here, and remove its files."""

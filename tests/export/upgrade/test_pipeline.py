@@ -277,7 +277,7 @@ def test_own_bundles_and_invalid_requests_are_refused(tiny_bundle: Path, tmp_pat
     with pytest.raises(BundleError, match="follows edge-run's graph contract already; run it as it is"):
         upgrade_model(tiny_bundle, tmp_path / "out", ExportRecipe(None))
     source = write_layout(tmp_path / "m", OPTIMUM)
-    with pytest.raises(InputError, match="an ONNX model is upgraded to edge-run's own layout only"):
+    with pytest.raises(InputError, match="a model in ONNX is upgraded to edge-run's own layout only"):
         upgrade_model(source, tmp_path / "out", ExportRecipe(None, layout=GraphLayout.GENAI))
     with pytest.raises(InputError, match="overlaps"):
         upgrade_model(source, source, ExportRecipe(None))
