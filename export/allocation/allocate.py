@@ -22,6 +22,7 @@ from ..calibration.divergence import PlanEvaluator
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import QuantPlan
 from ..checkpoint.layout import fused_linears
+from ..quantization.codes import kernel_bits
 from ..quantization.option_values import DeviceChoice
 from ..recipe import ExportRecipe
 from .choices import (
@@ -67,6 +68,8 @@ PLAN_WORK: Final = 5e11
 _MIN_TOKENS: Final = 256
 _SCREENED_SHARE: Final = 1 / 4
 """Share of the text on which options that may gain nothing are compared first."""
+_FILE_FORMATS_PAY: Final = 0.9
+"""Largest ratio of the KL with formats that save bytes in the file alone to that without, for which they are taken."""
 _TIMED_WIDTHS: Final = (1, 4)
 """Widths of the passes in which an option must not be dominated."""
 _ROUNDS: Final = 8
@@ -256,9 +259,10 @@ def search_plan(
 
     costs = cost_measures(budget, config, [times.costs(width) for width in widths])
     require_feasible(config, budget, costs[0], formats_of(recipe))
+    sensitivities = plan_sensitivities(config, recipe, evaluator, progress)
     found = allocate(
         config,
-        plan_sensitivities(config, recipe, evaluator, progress),
+        _with_file_formats_that_pay(config, sensitivities, divergence_on(1.0), budget, costs),
         (divergence_on(_SCREENED_SHARE), divergence_on(1.0)),
         budget,
         costs,
@@ -267,6 +271,32 @@ def search_plan(
         progress,
     )
     return found, replace(times, slowdown=found.measured_ratio)
+
+
+def _with_file_formats_that_pay(
+    config: DecoderConfig,
+    sensitivities: dict[str, list[Sensitivity]],
+    divergence: PlanDivergence,
+    budget: Budget,
+    costs: Sequence[Costs],
+) -> dict[str, list[Sensitivity]]:
+    """Sensitivities without formats that save bytes in the file alone, unless the KL is considerably less with these.
+
+    A pass reads such matrices as 4 or 8 bits, so it takes longer than with formats that have their bits throughout.
+    """
+    others = {
+        name: [each for each in known if each.weight_format.bits == kernel_bits(each.weight_format.bits)]
+        for name, known in sensitivities.items()
+    }
+    if others == sensitivities:
+        return sensitivities
+
+    def first(known: Mapping[str, Sequence[Sensitivity]]) -> float:
+        choices = linear_choices(config, known, costs)
+        problem = KnapsackProblem(choices, budget.limit(config) - costs[0].fixed)
+        return divergence(plan_of(choices, first_selection(problem)))
+
+    return sensitivities if first(sensitivities) < _FILE_FORMATS_PAY * first(others) else others
 
 
 def measured_tokens(config: DecoderConfig, work: float = PLAN_WORK) -> int:

@@ -254,10 +254,15 @@ def test_bits_between_those_of_the_operators_are_in_the_file_alone(tmp_path: Pat
         export_checkpoint(source, tmp_path / "npu", ExportRecipe(plan=Path("plan.toml"), device="npu", **TEXT))
 
 
-def test_a_budget_of_the_file_is_spent_on_bits_between_those_of_the_operators(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_budget_of_the_file_is_spent_on_bits_between_those_of_the_operators_where_that_pays(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    if not pays:
+        monkeypatch.setattr("edgerun.export.allocation.allocate._FILE_FORMATS_PAY", 0)
     export_checkpoint(checkpoint, tmp_path / "bundle", mixed("6bpw@file"))
     manifest = open_bundle(tmp_path / "bundle").manifest
-    assert set(manifest.weights.values()) & set(FILE_FORMATS)
+    assert bool(set(manifest.weights.values()) & set(FILE_FORMATS)) is pays
     assert manifest.bits_per_weight <= 6
     assert answer(tmp_path / "bundle")
 
