@@ -160,8 +160,10 @@ class GraphEditor:
         return _COMPUTED[producer.op_type](*inputs, **attributes)
 
     def constant_shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a constant as `array` reads it; None if the value is not one."""
-        found = self.array(name)
+        """The shape of a constant, of any type where it is an initializer; None if the value is not one."""
+        if (proto := self.initializers.get(name)) is not None:
+            return tuple(proto.dims)
+        found = self._computed(name)
         return None if found is None else found.shape
 
     def element_type(self, name: str) -> int | None:

@@ -19,7 +19,7 @@ from safetensors import safe_open  # noqa: E402
 
 from edgerun.export.draft_training.torch_llama import CausalLM, ModelShape  # noqa: E402
 from edgerun.export.draft_training.training_batches import LEAD, BatchStream, cut_by_cost  # noqa: E402
-from edgerun.export.draft_training.training_loop import (  # noqa: E402  # noqa: E402
+from edgerun.export.draft_training.training_loop import (  # noqa: E402
     Schedule,
     TrainingTask,
     TrainOptions,

@@ -25,7 +25,7 @@ from edgerun.export.draft_training.draft_tasks import (  # noqa: E402
     with_states,
 )
 from edgerun.export.draft_training.eagle_head import EagleNetwork  # noqa: E402
-from edgerun.export.draft_training.target_data import (  # noqa: E402  # noqa: E402
+from edgerun.export.draft_training.target_data import (  # noqa: E402
     TargetStates,
     state_layers,
 )
