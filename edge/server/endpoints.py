@@ -226,6 +226,8 @@ class Endpoint(ProtocolRoute):
         except BaseException as error:
             if (shown := self._shown(error)) is None:
                 raise
+            # The traceback holds this frame, and with it the error and the request.
+            shown.__traceback__ = None
             if disconnected.is_set():
                 return
             if not begun:

@@ -118,9 +118,14 @@ class LoopQueue(Generic[Item]):
             if items:
                 return items
             if ended:
-                if self._error is not None:
-                    raise self._error
-                return []
+                # Not kept: the error's traceback holds this frame, and with it the queue and all that was read.
+                error, self._error = self._error, None
+                if error is None:
+                    return []
+                try:
+                    raise error
+                finally:
+                    del error
             await self._changed.wait()
             self._changed.clear()
 
@@ -143,7 +148,7 @@ class Run(Generic[Item]):
         self.cancellation: Final = Cancellation()
         """Ends the work after its current pass."""
         self._work: Final = work
-        self._sink: Final = sink
+        self._sink = sink
         self._thread: Final = threading.Thread(target=copy_context().run, args=(self.run,), name=name, daemon=True)
         self.ended = False
         """Whether the work is done."""
@@ -164,14 +169,18 @@ class Run(Generic[Item]):
 
     def run(self) -> None:
         """Do the work in the calling thread."""
-        error = None
         try:
             self._work(self)
-        except BaseException as caught:
-            if self._sink is None:
+        except BaseException as error:
+            if not self._end(error):
                 raise
-            error = caught
-        finally:
-            self.ended = True
-        if self._sink is not None:
-            self._sink.end(error)
+        else:
+            self._end()
+
+    def _end(self, error: BaseException | None = None) -> bool:
+        """Tell the sink; returns whether there is one."""
+        # The sink is not kept: an error's traceback holds this run.
+        sink, self._sink, self.ended = self._sink, None, True
+        if sink is not None:
+            sink.end(error)
+        return sink is not None
