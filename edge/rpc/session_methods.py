@@ -83,8 +83,10 @@ class SessionMethods:
     def session_prompt(self, call: Call, body: protocol.SessionPromptParams) -> protocol.PromptResult:
         """What the user says in a conversation."""
         options = generate_options(body, {"max_tokens": body.max_tokens})
-        session = self._find(body.session_id)
-        with session.used() as stop, self._pool.use(session.model, call.progress, cancellation=call.cancellation):
+        with (
+            self._use(body.session_id) as (session, stop),
+            self._pool.use(session.model, call.progress, cancellation=call.cancellation),
+        ):
             chunks = []
             stream = session.session.stream(msgspec.to_builtins(body.prompt), options)
             with call.cancellation.reading(stream), stop.calling(stream.cancel):
@@ -124,20 +126,40 @@ class SessionMethods:
 
     def session_save(self, _call: Call, session_id: protocol.SessionId, path: str) -> protocol.SaveResult:
         """Where to write a conversation; an older file of that name is replaced."""
-        file, session = _file(path), self._find(session_id)
+        file = _file(path)
         if not file.parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(file.parent))
-        with session.used():
+        with self._use(session_id) as (session, _):
             session.session.save(file)
             return protocol.SaveResult(path=str(file.absolute()), bytes=file.stat().st_size)
 
     def session_close(self, _call: Call, session_id: protocol.SessionId) -> protocol.Done:
         """An open conversation."""
         session = self._find(session_id)
-        with self._lock:
-            self._sessions.pop(session_id, None)
-        session.close()
+        self._sessions.pop(session_id, None)
+        session.cancel()
+        with session.in_use:
+            session.opened.close()
         return protocol.Done()
+
+    @contextmanager
+    def _use(self, id_: str) -> Iterator[tuple[_OpenSession, Cancellation]]:
+        """Use a session, and keep other requests out; closing the session, or `cancel`, cancels the `Cancellation`.
+
+        Raises:
+            RequestError: there is no such session, or another request uses it.
+        """
+        session = self._find(id_)
+        if not session.in_use.acquire(blocking=False):
+            what, hint = "the session is in use by another request", "wait for its response, or cancel it"
+            raise RequestError(what, hint, code=ErrorCode.BUSY)
+        try:
+            stop = session.stop = Cancellation()
+            self._find(id_)  # what closes it removes it, and then cancels the use that has begun
+            yield session, stop
+        finally:
+            session.stop = None
+            session.in_use.release()
 
     def _find(self, id_: str) -> _OpenSession:
         session = self._sessions.get(id_)
@@ -153,41 +175,18 @@ class _OpenSession:
     def __init__(self, model: str, session: Session, opened: ExitStack) -> None:
         self.model: Final = model
         self.session: Final = session
-        self._opened: Final = opened
+        self.opened: Final = opened
         """Ends the session, and the use of its model."""
-        self._in_use: Final = threading.Lock()
-        self._stop: Cancellation | None = None
-
-    @contextmanager
-    def used(self) -> Iterator[Cancellation]:
-        """Keep other requests out; the value is cancelled by `cancel`.
-
-        Raises:
-            RequestError: another request uses the session.
-        """
-        if not self._in_use.acquire(blocking=False):
-            raise RequestError(
-                "the session is in use by another request", "wait for its response, or cancel it", code=ErrorCode.BUSY
-            )
-        stop = self._stop = Cancellation()
-        try:
-            yield stop
-        finally:
-            self._stop = None
-            self._in_use.release()
+        self.in_use: Final = threading.Lock()
+        self.stop: Cancellation | None = None
+        """Cancels the request that uses the session."""
 
     def cancel(self) -> bool:
         """Cancel the answer of the session; returns whether there was one."""
-        stop = self._stop
+        stop = self.stop
         if stop is not None:
             stop.cancel()
         return stop is not None
-
-    def close(self) -> None:
-        """Cancel the answer, wait for its end, and free the session."""
-        self.cancel()
-        with self._in_use:
-            self._opened.close()
 
 
 def _file(path: str) -> Path:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
+
 import edgerun
+from edgerun.edge.rpc import session_methods
+from edgerun.edge.rpc.protocol import SessionPromptParams
+from edgerun.edge.service.model_pool import ModelPool
+from edgerun.edge.service.request_error import RequestError
+from edgerun.runtime.scheduling.request_run import Cancellation
 from support.rpc_client import RpcClient, rpc
+from support.waiting import wait_until
 
 PLAIN = {"temperature": 0, "max_tokens": 8}
 
@@ -76,6 +87,42 @@ def test_closing_a_session_ends_its_answer_and_lets_its_model_go(client: RpcClie
     assert client.result(request)["finish_reason"] == "cancelled"
     assert client.call("models/unload") == {"unloaded": True}
     assert client.call("models/unload") == {"unloaded": False}
+
+
+def test_a_prompt_that_begins_while_its_session_is_closed_does_not_go_on(
+    endless_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call() -> Any:
+        ignored = lambda *_: None  # noqa: E731
+        return SimpleNamespace(id=1, cancellation=Cancellation(), progress=ignored, notify=ignored)
+
+    def is_closed() -> bool:
+        try:
+            methods.session_cancel(call(), id_)
+        except RequestError:
+            return True
+        return False
+
+    closing: list[threading.Thread] = []
+
+    class ClosedMeanwhile(Cancellation):
+        """What a prompt makes when it has taken the session; another request closes the session just then."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            closing.append(threading.Thread(target=methods.session_close, args=(call(), id_)))
+            closing[0].start()
+            wait_until(is_closed)
+            closing[0].join(0.05)
+
+    with ModelPool([str(endless_bundle)], lambda path, _: edgerun.load(path, threads=1, draft=None)) as pool:
+        methods = session_methods.SessionMethods(pool)
+        id_ = methods.session_new(call()).session_id
+        monkeypatch.setattr(session_methods, "Cancellation", ClosedMeanwhile)
+        with pytest.raises(RequestError, match=f"there is no session '{id_}'"):
+            methods.session_prompt(call(), msgspec.convert({"session_id": id_, "prompt": "ab"}, SessionPromptParams))
+        closing[0].join()
+        assert pool.unload(None)
 
 
 def test_a_session_cannot_be_saved_everywhere_nor_restored_from_anything(client: RpcClient, tmp_path: Path) -> None:
