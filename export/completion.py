@@ -39,7 +39,7 @@ from .drafts.make_draft import make_draft
 from .npu.static_decoder import static_logits
 from .quantization.methods import FP32
 from .recipe import ExportRecipe
-from .report.compared_plans import PlanComparison
+from .report.compared_plans import PlanComparison, uniform_plan
 from .report.figures import ModelReport, PlanFigures, PlanKind, Speed, linear_figures, plan_figures
 from .report.page import write_report
 from .report.tables import megabytes
@@ -212,16 +212,16 @@ def _plans(
     chosen = plan_figures(config, plan, _CHOSEN, PlanKind.CHOSEN, kl, times)
     uncalibrated = PlanComparison(config, lambda of: model.uncalibrated_evaluator.mean_kl(of, tokens), times, progress)
     if allocation is None:
-        used = {plan[linear.name] for linear in planned_linears(config)}
-        if not recipe.calibrated or len(used) > 1 or FP32 in used:
+        planned = {linear.name: plan[linear.name] for linear in planned_linears(config)}
+        if not recipe.calibrated or FP32 in planned.values():
             return [replace(chosen, kl=quality.mean_kl)]
-        return [chosen, *uncalibrated.round_to_nearest(list(used))]
+        return [chosen, *uncalibrated.round_to_nearest([planned])]
     formats = [each.weight_format for each in allocation.sensitivities[HEAD_LINEAR]]  # which can have the fewest
     calibrated = PlanComparison(config, divergence, times, progress)
     return [
         chosen,
         *calibrated.baselines(formats, chosen.bytes_read, allocation.frontier),
-        *uncalibrated.round_to_nearest(formats),
+        *uncalibrated.round_to_nearest([uniform_plan(config, each) for each in formats]),
     ]
 
 

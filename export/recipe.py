@@ -63,7 +63,7 @@ class ExportRecipe:
     )
     block: int | None = option(
         None,
-        "Number of weights that share a scale: 32, 64 or 128.",
+        "Number of weights that share a scale: 32, 64 or 128. Short rows that it does not divide have smaller blocks.",
         metavar="N",
         unset=str(DEFAULT_BLOCK),
     )

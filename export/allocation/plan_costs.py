@@ -1,8 +1,7 @@
 """Costs of quantization plans: bytes read or milliseconds of a pass.
 
-ONNX Runtime repacks a quantized matrix for the processor when it is loaded: the codes of every block, the last block of
-a row padded, and 8 bytes for each block, its scale and its sum. That is bits + 64 / block bits per weight where the
-blocks divide the row. Zero points are part of the sum and cost nothing.
+ONNX Runtime repacks a quantized matrix for the processor when it is loaded (`packed_row_bytes`): bits + 64 / block bits
+per weight where the blocks divide the row. Zero points are part of the sums and cost nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from ...models.manifest import WeightFormat
 from ..checkpoint.config import DecoderConfig
 from ..checkpoint.layer_weights import FusedLinear
 from ..checkpoint.layout import embedding_layout, fused_linears
-from ..quantization.codes import OFFSETS, blocks_of, kernel_bits
+from ..quantization.codes import OFFSETS, blocks_of, packed_row_bytes
 from .format_candidates import EMBEDDING_LINEAR, HEAD_LINEAR, planned_linears
 
-_PACKED_BLOCK_BYTES: Final = 8
 _PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(bpw|mb|ms)(?:@(\d{1,3}|file))?\s*", re.IGNORECASE)
 _HINT: Final = (
     "write 3.5bpw (bits per weight) or 300MB, both as a pass reads them, 3.5bpw@file or 300MB@file, "
@@ -58,8 +56,8 @@ def bytes_read(linear: FusedLinear, weight_format: WeightFormat) -> int:
         return 4 * rows * columns
     if linear.name == EMBEDDING_LINEAR:
         return _stored_bytes(rows, columns, weight_format)
-    offsets = _packed_bytes(rows, blocks_of(columns, weight_format), OFFSETS) if weight_format.offsets else 0
-    return _packed_bytes(rows, columns, weight_format) + offsets
+    offsets = packed_row_bytes(blocks_of(columns, weight_format), OFFSETS) if weight_format.offsets else 0
+    return rows * (packed_row_bytes(columns, weight_format) + offsets)
 
 
 def bytes_stored(linear: FusedLinear, weight_format: WeightFormat, *, tied_head: bool) -> int:
@@ -99,12 +97,6 @@ def weight_count(config: DecoderConfig) -> int:
     """Number of weights of all linears; a matrix that two of them share counts once."""
     tied = embedding_layout(config).weight_count if config.tied_head else 0
     return sum(linear.weight_count for linear in fused_linears(config)) - tied
-
-
-def _packed_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:
-    """Bytes of a packed matrix [rows, columns]; 0 where it has no columns."""
-    block_bytes = weight_format.block * kernel_bits(weight_format.bits) // 8 + _PACKED_BLOCK_BYTES
-    return rows * blocks_of(columns, weight_format) * block_bytes
 
 
 def _stored_bytes(rows: int, columns: int, weight_format: WeightFormat) -> int:

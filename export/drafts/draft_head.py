@@ -29,7 +29,7 @@ from ..checkpoint.layout import embedding_layout, final_norm
 from ..graph import inputs_outputs
 from ..graph.head_parts import FeatureHead, build_feature_head
 from ..graph.initializers import Initializers, WeightFile
-from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_methods
+from ..quantization.methods import DEFAULT_METHODS, FP32, INT4, require_expert_format, with_fitting_blocks, with_methods
 from ..recipe import ExportRecipe
 from .feature_heads import EAGLE_CONFIG, open_eagle_head, open_mtp_module
 from .make_draft import DraftRequest
@@ -72,7 +72,9 @@ def add_draft_head(
         OSError: The disk refused a write.
     """
     weight_format = recipe.draft_format or INT4
-    formats = {linear.name: FP32 if linear.exact else weight_format for linear in head.linears}
+    formats = {
+        linear.name: FP32 if linear.exact else with_fitting_blocks(linear, weight_format) for linear in head.linears
+    }
     plan = with_methods(formats, DEFAULT_METHODS)
     total = sum(linear.weight_count for linear in head.linears)
     with WeightFile(folder / DRAFT_WEIGHTS_NAME) as data:

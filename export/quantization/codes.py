@@ -44,6 +44,7 @@ Float64Array = npt.NDArray[np.float64]
 OFFSETS: Final = WeightFormat(8, 32)
 """Format of the matrix of a linear's offsets."""
 
+_PACKED_BLOCK_BYTES: Final = 8
 _NEGLIGIBLE: Final = np.float32(1e-30)
 """Blocks with only smaller weights are stored as zeros, since the reciprocal of their scale would overflow."""
 
@@ -63,6 +64,15 @@ class InputStatistics:
 def blocks_of(columns: int, weight_format: WeightFormat) -> int:
     """Number of blocks in a row of that many columns; the last one may be padded."""
     return -(-columns // weight_format.block)
+
+
+def packed_row_bytes(columns: int, weight_format: WeightFormat) -> int:
+    """Bytes of a row as ONNX Runtime packs it for the processor; 0 where it has no columns.
+
+    These are the codes of every block, the last one padded, and 8 bytes for each block, its scale and its sum.
+    """
+    block_bytes = weight_format.block * kernel_bits(weight_format.bits) // 8 + _PACKED_BLOCK_BYTES
+    return blocks_of(columns, weight_format) * block_bytes
 
 
 def nearest_rows(

@@ -65,11 +65,14 @@ class PlanComparison:
             *self._measured(PlanKind.SEARCHED, [("for another budget", plan) for plan in others]),
         ]
 
-    def round_to_nearest(self, formats: Sequence[WeightFormat]) -> list[PlanFigures]:
-        """Measure round-to-nearest, which needs no text, in uniform plans of the bits and block sizes of `formats`."""
-        sizes = dict.fromkeys((each.bits, each.block) for each in formats)
-        nearest = [WeightFormat(*size, method=Method.RTN) for size in sizes]
-        return self._measured(PlanKind.NEAREST, [(f"{each} rtn", uniform_plan(self.config, each)) for each in nearest])
+    def round_to_nearest(self, plans: Sequence[QuantPlan]) -> list[PlanFigures]:
+        """Measure round-to-nearest, which needs no text, with the bits and block sizes of `plans`."""
+        nearest = {}
+        for plan in plans:
+            rounded = {name: WeightFormat(each.bits, each.block, method=Method.RTN) for name, each in plan.items()}
+            nearest[tuple(rounded.values())] = rounded
+        named = [(f"{' '.join(dict.fromkeys(map(str, of)))} rtn", plan) for of, plan in nearest.items()]
+        return self._measured(PlanKind.NEAREST, named)
 
     def _measured(self, kind: PlanKind, plans: Sequence[tuple[str, QuantPlan]]) -> list[PlanFigures]:
         """Figures of named plans."""

@@ -155,9 +155,11 @@ def test_rounding_to_nearest_is_measured_once_for_bits_and_blocks(tmp_path: Path
         measured.append({(str(weight_format), weight_format.method) for weight_format in plan.values()})
         return 0.5
 
-    found = PlanComparison(config, divergence).round_to_nearest(formats)
-    assert [each.name for each in found] == ["int4/64 rtn", "int8/32 rtn"]
-    assert measured == [{("int4/64", Method.RTN)}, {("int8/32", Method.RTN)}]
+    plans = [uniform_plan(config, each) for each in formats]
+    found = PlanComparison(config, divergence).round_to_nearest([*plans, plans[0] | {"head": formats[2]}])
+    assert [each.name for each in found] == ["int4/64 rtn", "int8/32 rtn", "int4/64 int8/32 rtn"]
+    both = {("int4/64", Method.RTN), ("int8/32", Method.RTN)}
+    assert measured == [{("int4/64", Method.RTN)}, {("int8/32", Method.RTN)}, both]
     assert {each.kind for each in found} == {PlanKind.NEAREST}
     report = whole_report(1)
     assert report.against(PlanKind.NEAREST) is None
