@@ -16,7 +16,7 @@ from ...models.progress import ProgressDisplay
 from ...models.user_text import decode_text, read_text
 from ...runtime.arguments.argument_types import option
 from ...runtime.arguments.load_options import LoadOptions
-from ...runtime.conversation import Content, Session
+from ...runtime.conversation import Session
 from ...runtime.decode import FinishReason
 from ...runtime.engine import Engine, Prompt
 from ...runtime.engine_loading import load as open_model
@@ -89,7 +89,7 @@ class CheckedAnswers:
     """
 
     engine: Engine
-    prompt: str
+    prompt: Prompt
     options: GenerateOptions
     """Options of an answer; each further one has the next seed."""
     command: str
@@ -177,12 +177,9 @@ def answer_prompt(
     """
     engine, progress, load_s = opened
     pieces, wanted, written = [], options.logprobs is not None, AnswerPrinter(options.n)
+    asked = _asked(text, chosen, options, resumed)
     chunks: AnswerStream | CheckedAnswers = (
-        CheckedAnswers(engine, text, options, chosen.until, chosen.tries)
-        if chosen.until is not None
-        else engine.stream(*_asked(text, chosen, options))
-        if resumed is None
-        else resumed.stream(_content(text, chosen), options, system=None)
+        engine.stream(*asked) if chosen.until is None else CheckedAnswers(engine, *asked, chosen.until, chosen.tries)
     )
     with progress, closing(chunks), Interrupts(enough=1) as interrupts, interrupts.calling(chunks.cancel):
         for chunk in chunks:
@@ -203,18 +200,18 @@ def answer_prompt(
     return interrupted
 
 
-def _asked(text: str, chosen: RunOptions, options: GenerateOptions) -> tuple[Prompt, GenerateOptions]:
-    """The prompt with its images, and the options for it."""
-    if not chosen.image:
+def _asked(
+    text: str, chosen: RunOptions, options: GenerateOptions, resumed: Session | None
+) -> tuple[Prompt, GenerateOptions]:
+    """The prompt with its images, behind the conversation that it continues, and the options for it."""
+    if not chosen.image and resumed is None:
         return text, options
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [*system, {"role": "user", "content": _content(text, chosen)}], replace(options, system=None)
-
-
-def _content(text: str, chosen: RunOptions) -> Content:
-    """What the user says: the text after its images."""
     parts = [{"type": "image", "image": path} for path in chosen.image or ()]
-    return [*parts, {"type": "text", "text": text}] if parts else text
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    before = system if resumed is None else resumed.messages
+    return [*before, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}], replace(
+        options, system=None
+    )
 
 
 def _show_statistics(reply: Reply, engine: Engine, chosen: RunOptions, options: GenerateOptions, load_s: float) -> None:

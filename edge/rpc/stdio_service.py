@@ -132,7 +132,8 @@ class RpcMethods(SessionMethods):
     def _generate(self, kind: type[GenerationObjects], call: Call, request: GenerationRequest) -> protocol.Completion:
         model = self._pool.offered.find(request.model).id
         objects, replies = kind(request, model), []
-        with self._pool.use(model, call.progress, cancellation=call.cancellation) as engine:
+        use = self._pool.use(model, call.progress, cancellation=call.cancellation, keep_s=request.keep_s)
+        with use as engine:
             request.check(engine)
             for index in range(len(request.prompts)):
                 chunks = []

@@ -103,6 +103,23 @@ def test_sampling_until_a_command_accepts(capsys: Capture, tiny_bundle: Path, tm
     assert "until" in refused(base, until="true")
 
 
+def test_sampling_until_a_command_accepts_goes_on_with_a_saved_conversation(
+    capsys: Capture, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    sampled = {"max_tokens": 8, "temperature": 1.5, "seed": 5}
+    with edgerun.load(tiny_bundle, threads=1) as engine, engine.session(system="the sea") as saved:
+        saved.send("on the other thing", max_tokens=4, temperature=0.0)
+        saved.save(tmp_path / "chat.kv")
+        expected = saved.send(PROMPT, **sampled).text
+        assert engine.generate(PROMPT, **sampled).text != expected
+    arguments = (tiny_bundle, "-p", PROMPT, "--resume", tmp_path / "chat.kv", "-n", 8, "-t", 1.5, "--seed", 5, "--json")
+    accepts = f'"{sys.executable}" -c "pass"'
+    assert json_of(capsys, *arguments)["text"] == expected
+    assert json_of(capsys, *arguments, "--until", accepts)["text"] == expected
+    assert len(json_of(capsys, *arguments, "--n", 2)["choices"]) == 2
+    assert "raw" in fails(capsys, *arguments, "--raw")
+
+
 def test_the_best_passages_of_a_document(capsys: Capture, tiny_bundle: Path, tmp_path: Path, base: str) -> None:
     document = "on the other thing, the sea and the sand. that was then"
     (tmp_path / "notes.txt").write_text(document, encoding="utf-8")

@@ -16,6 +16,7 @@ from ...service.body_decoder import StrictStruct, about
 from ...service.generation_fields import GenerationRequest, RequestFields, TokenLimit
 from ...service.message_fields import FlatJsonSchemaFormat, base64_image, checked_messages, function_tools
 from ...service.openai_objects import GenerationObjects
+from ...service.request_error import invalid
 from ..endpoints import RequestService, generating_route, object_route
 from ..http_protocol import EVENT_HEADERS, Protocol, ProtocolRoute, encode_json, named_event
 
@@ -170,6 +171,9 @@ class MessagesBody(RequestFields, kw_only=True):
         said = [(f"messages[{i}]", each) for i, message in enumerate(self.messages) for each in message.mappings()]
         messages = checked_messages("messages", system + said)
         continues = len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        if continues and not isinstance(messages[-1]["content"], str):
+            param = said[-1][0]
+            raise invalid(param, f"{param} is an answer with an image", "an answer that is continued has text alone")
         choice, output = self.tool_choice or ToolChoice("auto"), self.output_config or OutputConfig()
         thinking = self.thinking and self.thinking.type
         others = {

@@ -15,6 +15,7 @@ from ....models.progress import Progress, ProgressDisplay
 from ....models.user_text import on_one_line
 from ....runtime.engine import Engine
 from ....runtime.result import Stats
+from ...conversations.conversation_table import checked_fields
 from ...conversations.records import (
     Attachment,
     CallRound,
@@ -75,8 +76,13 @@ class ChatConversation:
         return self.stored or self._new
 
     def change(self, **fields: Any) -> None:
-        """Set `title`, `system`, `sampling`, `tools` or `documents`."""
+        """Set `title`, `system`, `sampling`, `tools` or `documents`.
+
+        Raises:
+            ConversationError: a value is not valid.
+        """
         if self._id is None:
+            checked_fields(fields)
             vars(self._new).update(fields)
         else:
             self._store.change(self._id, **fields)

@@ -95,6 +95,19 @@ def test_a_load_that_waits_for_memory_is_cancelled(tmp_path: Path, long_bundle: 
         assert client.end() == (0, "")
 
 
+def test_a_request_says_how_long_its_model_stays_in_memory(long_bundle: Path) -> None:
+    with rpc(str(long_bundle)) as client:
+        client.text(max_tokens=1)
+        assert [each["expires"] for each in client.call("status")["models"]] == [None]
+        client.text(max_tokens=1, keep_alive="1h")
+        (kept,) = client.call("status")["models"]
+        assert kept["expires"] - kept["last_used"] == pytest.approx(3600)
+        client.call("complete", {"prompt": "ab", "max_tokens": 1, "keep_alive": 0})
+        while client.call("status")["models"]:
+            threading.Event().wait(0.01)
+        assert client.end() == (0, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -173,6 +173,8 @@ def test_errors_have_anthropics_form(client: Any, server: Served) -> None:
         stranger.messages.create(model="bundle", max_tokens=1, messages=[QUESTION])
 
 
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": []}, "there are no messages"),
     "a role": ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
@@ -193,6 +195,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a stop": ({"messages": [QUESTION], "stop_sequences": [""]}, "stop_sequences[0] has 0 characters"),
     "an effort": ({"messages": [QUESTION], "output_config": {"effort": 3}}, "output_config.effort is the integer 3"),
     "a temperature": ({"messages": [QUESTION], "temperature": -1}, "temperature"),
+    "an answer that begins with an image": (
+        {"messages": [{"role": "system", "content": "a"}, QUESTION, {"role": "assistant", "content": [IMAGE]}]},
+        "messages[2] is an answer with an image",
+    ),
 }
 
 
