@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -94,7 +94,7 @@ class CallGrammar:
 
     def _xml_call(self, name: str) -> str:
         """A function element: its required parameters, and any of the others, in the order of the schema."""
-        required = self.tools[name].get("required", ())
+        required = self.tools[name].get("required")
         parts = []
         for key, schema in self.tools.properties(name).items():
             end = "\n</parameter>\n"
@@ -104,7 +104,7 @@ class CallGrammar:
             else:
                 value = f"{self._json(schema)} {_quoted(end)}"
             part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-            parts.append(part if key in required else f"({part})?")
+            parts.append(part if isinstance(required, Sequence) and key in required else f"({part})?")
         return f"{_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {_quoted(f'</function>{chr(10)}')}"
 
     def _texts(self, *texts: str) -> str:

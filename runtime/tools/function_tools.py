@@ -54,22 +54,21 @@ class FunctionTool:
         `Args:`, or from `Annotated[type, "description"]`.
 
         Raises:
-            InputError: an argument has no type hint, or one that JSON has no form for.
+            InputError: the hints cannot be read, or an argument has none, or one that JSON has no form for.
         """
         name = getattr(function, "__name__", "")
         if not name.isidentifier() or inspect.iscoroutinefunction(function):
             raise InputError(f"{function!r:.80} cannot be a tool", "give a function with a name that is not async")
         try:
-            hints = get_type_hints(function, include_extras=True)
-        except (NameError, TypeError) as error:
-            raise InputError(
-                f"the type hints of {name} cannot be read: {error}", "use types that are defined"
-            ) from error
+            hints, arguments = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
+        except Exception as error:  # evaluating hints that are texts may raise anything
+            what = f"the type hints of {name} cannot be read: {error}"
+            raise InputError(what, "use types that are defined") from error
         documentation = inspect.getdoc(function) or ""
         described = _argument_descriptions(documentation)
         properties: dict[str, Schema] = {}
         required = []
-        for parameter in inspect.signature(function).parameters.values():
+        for parameter in arguments.values():
             where = f"{name}({parameter.name})"
             if parameter.kind not in _NAMED or parameter.name not in hints:
                 raise InputError(f"{where} cannot be an argument of a tool", "name it, and give it a type hint")
@@ -151,9 +150,9 @@ def _schema(hint: Any, where: str) -> Schema:
         return {"enum": list(arguments)}
     if origin in {Union, types.UnionType}:
         return {"anyOf": [_schema(each, where) for each in arguments]}
-    if origin in {list, Sequence}:
+    if origin in {list, Sequence} and arguments:
         return {"type": "array", "items": _schema(arguments[0], where)}
-    if origin in {dict, Mapping} and arguments[0] is str:
+    if origin in {dict, Mapping} and arguments[:1] == (str,):
         return {"type": "object", "additionalProperties": _schema(arguments[1], where)}
     raise InputError(
         f"{where} has the type hint {hint!r:.80}", "use str, int, float, bool, list, dict, Literal or a union of them"

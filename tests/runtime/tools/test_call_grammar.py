@@ -94,3 +94,10 @@ def test_names_and_schemas_are_data() -> None:
         matcher("qwen2.5", tools),
         f'<tool_call>\n{{"name": {json.dumps(tools[0]["function"]["name"])}, "arguments": {{}}}}\n</tool_call>',
     )
+
+
+@pytest.mark.parametrize("required", [None, 5, True, {"city": 1}])
+def test_required_names_that_are_not_a_list_require_nothing(required: object) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": required}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert allowed(matcher("qwen3-coder", tools), "<tool_call>\n<function=f>\n</function>\n</tool_call>")

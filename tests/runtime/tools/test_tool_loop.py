@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Dict, List, Literal  # noqa: UP035  -- as callers write them
 
 import pytest
 
@@ -146,6 +146,18 @@ def many(*names: str) -> None: ...
 def strange(value: complex) -> None: ...
 
 
+def any_list(values: List) -> None: ...  # type: ignore[type-arg]  # noqa: UP006
+
+
+def any_dict(values: Dict) -> None: ...  # type: ignore[type-arg]  # noqa: UP006
+
+
+def missing(value: edgerun.nothing) -> None: ...  # type: ignore[name-defined]
+
+
+def unclosed(value: "list[") -> None: ...  # type: ignore[valid-type]  # noqa: F722
+
+
 async def later(city: str) -> None: ...
 
 
@@ -155,6 +167,11 @@ async def later(city: str) -> None: ...
         (untyped, r"untyped\(city\) cannot be an argument of a tool; name it, and give it a type hint"),
         (many, r"many\(names\) cannot be an argument of a tool"),
         (strange, r"strange\(value\) has the type hint <class 'complex'>; use str, int"),
+        (any_list, r"any_list\(values\) has the type hint typing.List; use"),
+        (any_dict, r"any_dict\(values\) has the type hint typing.Dict; use"),
+        (missing, "the type hints of missing cannot be read: .*nothing"),
+        (unclosed, "the type hints of unclosed cannot be read"),
+        (max, "the type hints of max cannot be read: no signature found"),
         (later, "later at .* cannot be a tool; give a function with a name that is not async"),
         (lambda: 1, "<lambda> at .* cannot be a tool"),
     ],
