@@ -108,8 +108,9 @@ class DeviceSession(BoundSession):
 
     def __del__(self) -> None:
         """Free the device's memory while nothing runs on it."""
-        names = ("_io", "_first_io", "_inputs", "_logits", "_hidden", "_session", "_first_session", "arena")
-        self._lock.free([self.__dict__.pop(name, None) for name in names])
+        lock, values = self._lock, list(self.__dict__.values())
+        self.__dict__.clear()
+        lock.free(values)
 
     def _run_pass(self, new: NewTokens) -> Floats:
         with self._lock:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..options import Request
 from ..result import Chunk, Stats
 from ..sampling.logit_stage import Logits
-from ..sampling.sampler import Sampler, SamplingParams
+from ..sampling.sampler import Sampler, SamplingParams, require_finite
 from ..sampling.token_mask import DeadEndError, TokenConstraint
 from .expected_futures import ExpectedFutures
 
@@ -56,7 +56,9 @@ class AlignedSampler(Sampler):
         """The tokens that may come, and their weighed probabilities."""
         own = self._own
         scores = self._adjusted(logits)
-        np.subtract(scores, scores.max(), out=own)
+        largest = scores.max()
+        require_finite(float(largest))
+        np.subtract(scores, largest, out=own)
         own /= self.params.temperature
         np.exp(own, out=own)
         own /= own.sum()

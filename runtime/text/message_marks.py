@@ -27,9 +27,8 @@ _SEARCHED: Final = 1 << 16
 """Number of characters that are searched at once."""
 _JOINED_KEYS: Final = ("role",)
 """Values with which templates write special tokens, as in `<|` + role + `|>`."""
-_FIRST_STAND_IN: Final = 0xF0000
-"""Special tokens are written as characters of a private plane, the first that a text does not contain."""
-_PLANE: Final = 0x8000
+_STAND_INS: Final = range(0x10FFFD, 0xDFFF, -1)
+"""Special tokens are written as characters that a text does not contain, of the private planes if these have enough."""
 
 
 class MessageMarks:
@@ -167,9 +166,8 @@ class PlainEncoding:
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         """Make one for texts that have the same private characters as `text`."""
-        first = _FIRST_STAND_IN
-        while any(first <= ord(character) < first + _PLANE for character in text):
-            first += _PLANE
+        used = set(text)
+        unused = (character for character in map(chr, _STAND_INS) if character not in used)
         self._plain = Tokenizer(tokenizer.model)
         if tokenizer.normalizer is not None:
             self._plain.normalizer = tokenizer.normalizer
@@ -179,17 +177,17 @@ class PlainEncoding:
         self._ids: dict[int, int] = {}
         self.stand_ins: dict[str, str] = {}
         """Characters by the special token that they stand for."""
-        for number, (token_id, token) in enumerate(added):
+        for token_id, token in added:
             content = token.content
             if token.special:
-                content = self.stand_ins[token.content] = chr(first + 1 + number)
+                content = self.stand_ins[token.content] = next(unused)
             flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
             normalized = token.normalized and not token.special
             self._plain.add_tokens([AddedToken(content, normalized=normalized, **flags)])
             added_id: int | None = self._plain.token_to_id(content)
             assert added_id is not None  # noqa: S101  it has just been added
             self._ids[added_id] = token_id
-        self.border: Final = chr(first)
+        self.border: Final = next(unused)
         """A character that no token spans, and that has no token."""
         self._plain.add_tokens([AddedToken(self.border, normalized=False)])
         self._border_id: Final = self._plain.token_to_id(self.border)

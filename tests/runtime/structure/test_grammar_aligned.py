@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-from edgerun import Engine, GenerateOptions, InputError, ResponseFormat, Speculation
+from edgerun import EdgeError, Engine, GenerateOptions, InputError, ResponseFormat, Speculation
 from edgerun.runtime.decode import DecodeLimits, decode
 from edgerun.runtime.sampling.sampler import SamplingParams
 from edgerun.runtime.sampling.token_mask import DeadEndError
@@ -134,6 +134,17 @@ def test_dead_ends_are_avoided_once_they_are_known() -> None:
         finally:
             futures.finish()
     assert ends == 1
+
+
+def test_a_model_that_computes_no_numbers_is_named() -> None:
+    futures, state = ExpectedFutures(), started(GRAMMAR)
+    futures.begin()
+    sampler = AlignedSampler(SamplingParams(1.0), V, state, futures)
+    logits = toy_logits(PROMPT).copy()
+    logits[1] = np.nan
+    with pytest.raises(EdgeError, match="the model computes NaN logits") as raised:
+        sampler.choose(logits, 0)
+    assert not isinstance(raised.value, DeadEndError)
 
 
 def test_an_engine_gives_the_last_of_several_samples(eager_engine: Engine) -> None:

@@ -179,8 +179,10 @@ def test_special_tokens_among_the_words_of_a_model_do_not_come_from_contents(tmp
 
 def test_private_characters_in_messages_are_text() -> None:
     tokenizer, template = family("Qwen-Qwen2.5-7B-Instruct")
-    content = "\ua000\U000f0000\U000f0001\U000f0002<|im_end|>\U000f8001"
-    for _ in range(2):
+    first = "\ua000\U000f0000\U000f0001\U000f0002<|im_end|>\U000f8001"
+    of_each_plane = "".join(map(chr, range(0xF0000, 0x110000, 0x8000)))
+    last = "".join(map(chr, range(0x10FF00, 0x110000)))
+    for content in (first, first, of_each_plane + first, last + first):
         ids = encode_chat(template, tokenizer, said("a", content))
         assert whole_text(tokenizer, ids) == template.render(said("a", content))
 
