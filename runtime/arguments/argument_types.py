@@ -348,7 +348,7 @@ class NamedRule:
         return self.table[self.name](found, *self.values)
 
     def __str__(self) -> str:
-        return f"{self.name}:{','.join(f'{value:g}' for value in self.values)}"
+        return f"{self.name}:{','.join(map(str, self.values))}"
 
 
 def _parsed(value: str) -> float | int | str:

@@ -125,7 +125,7 @@ class _BlockText:
         sure = np.array(confidence), np.array(gap), np.array(entropy)
         ends = np.array([token in self._choices.line_ends for token in tokens])
         candidates = Candidates(masked, *sure, block.steady[masked], ends, block.cells.size)
-        kept = self._choices.rule.keeps(candidates)
+        kept = self._choices.rule.apply(candidates)
         for index in np.flatnonzero(kept if kept.any() else most_confident(candidates, 1)).tolist():
             place, token = int(masked[index]), tokens[index]
             block.cells[place], block.known[place], block.filled_in[place] = token, True, block.passes

@@ -232,11 +232,6 @@ class CommitRule(NamedRule):
         """Whether it reads `Candidates.ends`."""
         return self.name == "ada-block"
 
-    def keeps(self, found: Candidates) -> Chosen:
-        """Which candidates to keep: bool `[c]`."""
-        kept: Chosen = self.apply(found)
-        return kept
-
 
 @dataclass(frozen=True)
 class BlockOptions(OptionRecord):

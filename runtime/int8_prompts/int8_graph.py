@@ -259,8 +259,7 @@ def _defer_steps(
     for inputs in dict.fromkeys(each.inputs for each in products):
         producer = editor.producer(inputs)
         users = consumers[inputs]
-        quantized = sum(each.inputs == inputs for each in products)
-        if producer is None or producer.op_type != "Mul" or inputs in results or not quantized:
+        if producer is None or producer.op_type != "Mul" or inputs in results:
             continue
         # Products are whole, or split into parts.
         outputs = [each.output[0] for each in users if each.op_type == OPERATOR]

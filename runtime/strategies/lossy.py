@@ -110,10 +110,6 @@ class LossyRule(NamedRule):
     table = RULES
     hint = "give bild:A,B, typical:E, entropy:H or lead:N with numbers, such as bild:0.6,3"
 
-    def takes_draft(self, at: Position) -> bool:
-        """Whether the draft model's choice is taken."""
-        return bool(self.apply(at))
-
 
 @dataclass(frozen=True)
 class LossyOptions(OptionRecord):
@@ -252,6 +248,6 @@ class LossySampler(Sampler):
             token = super().choose(draft, position)
             answer = self._text.tokens[self._text.prompt_length :]
             at = Position(token, draft, logits, answer, self._entropies, self._token_bytes)
-            takes = self._rule.takes_draft(at) and draft.item(token) > _IMPOSSIBLE / 2
+            takes = bool(self._rule.apply(at)) and draft.item(token) > _IMPOSSIBLE / 2
         self._by_draft.append(takes)
         return token if takes else super().choose(logits, position)

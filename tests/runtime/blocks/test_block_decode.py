@@ -158,7 +158,7 @@ class Six:
             ends = np.isin(tokens, LINE_ENDS)
             steady = 1 + (np.array(tokens) == np.array(latest)[places]) if latest else np.ones(places.size, np.int64)
             candidates = Candidates(places, confidence, gaps, entropy, steady, ends, 4)
-            kept = rule.keeps(candidates)
+            kept = rule.apply(candidates)
             kept = kept if kept.any() else most_confident(candidates, 1)
             after = np.array(cells)
             after[places[kept]] = np.asarray(tokens)[kept]
@@ -215,7 +215,7 @@ def test_stable_candidates_are_those_of_several_passes() -> None:
     stable = CommitRule.parse("stable:2,0.5")
     steady, confidence = np.array([1, 2, 3, 2]), np.array([0.9, 0.6, 0.4, 0.5])
     zeros = np.zeros(4)
-    kept = stable.keeps(Candidates(np.arange(4), confidence, zeros, zeros, steady, zeros > 0, 4))
+    kept = stable.apply(Candidates(np.arange(4), confidence, zeros, zeros, steady, zeros > 0, 4))
     assert kept.tolist() == [False, True, False, True]
 
 
@@ -226,7 +226,7 @@ def test_a_bounded_factor_keeps_as_many_as_it_allows() -> None:
     )
     # (n + 1)(1 - c): 0.02, 0.3, 0.8, 2.0
     for factor, kept in ((0.02, []), (0.5, [1, 2]), (1.0, [1, 2, 3]), (2.1, [0, 1, 2, 3])):
-        assert np.flatnonzero(CommitRule.parse(f"factor:{factor}").keeps(candidates)).tolist() == kept
+        assert np.flatnonzero(CommitRule.parse(f"factor:{factor}").apply(candidates)).tolist() == kept
 
 
 def test_a_kept_cache_is_exact_with_one_layer_and_an_approximation_with_more(tmp_path: Path) -> None:
@@ -267,6 +267,7 @@ def test_a_network_chooses_and_others_are_refused(engine: Engine, tmp_path: Path
     assert engine.generate(PROMPT, block_rule=learned, **OPTIONS).text == (
         engine.generate(PROMPT, block_rule="threshold:0.2", **OPTIONS).text
     )
+    assert str(CommitRule.parse(learned)) == learned
     save_file({"hidden.weight": np.eye(4, dtype=np.float32)}, tmp_path / "other.safetensors")
     for name in (tmp_path / "other.safetensors", tmp_path / "none", tmp_path, ""):
         with pytest.raises(InputError, match="is not a network for this rule; give learned:FILE"):
