@@ -197,7 +197,7 @@ class Session:
         """
         about, arrays = _read_saved(path, _largest_file(model))
         _require_model(about, path, model.bundle)
-        tokens, messages = arrays["tokens"], template_messages(about["messages"]) if about["messages"] else []
+        tokens, messages = arrays["tokens"], about["messages"]
         images_only = tokens < 0 if model.vision is not None else np.False_
         if tokens.size and not (((tokens >= 0) | images_only) & (tokens < model.graph_io.vocab_size)).all():
             raise InputError(f"{path} is damaged: it holds tokens that the model does not have", _HINT)
@@ -268,12 +268,12 @@ def _read_saved(path: Path, max_bytes: int) -> tuple[dict[str, Any], Mapping[str
             "parked": False,
             **json.loads(arrays["about"].tobytes()),
         }
-        about["messages"] = checked_messages(about["messages"])
+        about["messages"] = template_messages(about["messages"]) if about["messages"] else []
         if not about.keys() >= {"format", "model"}:
             raise KeyError
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}", _HINT) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (InputError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not a saved conversation", _HINT) from error
     scales = _numbered(arrays, "scales.") if about["parked"] else ()
     if (
@@ -336,19 +336,3 @@ def _largest_file(model: LoadedModel) -> int:
 def _slot_format(model: LoadedModel) -> str:
     """What the slots of a model's quantized cache mean; empty for floats."""
     return "" if model.config.kv_scales is None else model.config.kv_scales.digest
-
-
-def checked_messages(value: Any) -> list[Message]:
-    """Messages that a file has, each with a role and a content.
-
-    Raises:
-        ValueError: `value` is not a list of objects with a role and a content.
-    """
-    if not isinstance(value, list) or not all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), (str, list))
-        for message in value
-    ):
-        raise ValueError("not a list of messages")
-    return list(value)

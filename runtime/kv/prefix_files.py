@@ -29,6 +29,7 @@ from ...errors import ContextError
 from ...models.array_file import map_arrays
 from ...models.atomic import remove_abandoned_files, write_atomically
 from ...models.file_system import remove_oldest
+from ...models.json_file import is_whole, parse_json_object
 from ...models.user_folders import cache_folder
 from ...models.user_text import format_bytes
 from .arena import KVArena
@@ -179,7 +180,7 @@ class PrefixFiles:
                     continue
                 try:
                     found[entry.name] = version, _read_header(Path(entry.path), self.folder.name)
-                except (ValueError, KeyError, TypeError):
+                except ValueError:
                     self._discard(Path(entry.path))
         self._known = found
         return [stored for _, stored in found.values()]
@@ -299,14 +300,14 @@ def _read_header(path: Path, key: str) -> StoredPrefix:
     Raises:
         OSError: it cannot be read.
         ValueError: it is not a prefix, or of another model.
-        KeyError: the description lacks something.
-        TypeError: the description is not an object.
     """
     about_bytes, mapped = map_arrays(path, _HEADERS)
-    about = json.loads(about_bytes.tobytes())
-    if about["format"] != _FORMAT or about["key"] != key or mapped.dtype != np.int64 or mapped.ndim != 1:
+    about = parse_json_object(about_bytes.tobytes())
+    plain: Any = about.get("plain")
+    is_own = about.get("format") == _FORMAT and about.get("key") == key
+    if not is_own or not is_whole(plain, 0) or mapped.dtype != np.int64 or mapped.ndim != 1:
         raise ValueError("it is not a prefix of this model")
-    return StoredPrefix(path, np.array(mapped), int(about["plain"]))
+    return StoredPrefix(path, np.array(mapped), plain)
 
 
 def _make_room(root: Path, needed: int, most: int) -> None:

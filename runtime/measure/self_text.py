@@ -11,10 +11,10 @@ import numpy as np
 
 from ...errors import InputError
 from ...models.user_text import json_lines, read_text
-from ..conversation import checked_messages
 from ..engine import Engine
 from ..engine_loading import load
 from ..text.chat_template import Message
+from ..text.messages import joined_content
 from ..text.turn_markers import TokenArray
 from .text_sampler import SAMPLED_TOGETHER, SelfTextSampler
 
@@ -105,8 +105,12 @@ def _conversations(engine: Engine, content: str, file: Path, seed: int) -> Itera
 
 
 def _messages(row: dict[str, Any], file: Path, number: int) -> list[Message]:
-    with suppress(ValueError):
-        if messages := checked_messages(row.get("messages")):
+    """The messages of a row, each with a text."""
+    with suppress(KeyError, TypeError, InputError):
+        messages: list[Message] = [
+            {**each, "content": joined_content(each["content"], "content")} for each in row["messages"]
+        ]
+        if messages and all(isinstance(each[name], str) for each in messages for name in ("role", "content")):
             return messages
     raise InputError(f"{file}, row {number}: no messages", "give lines with messages, each with role and content")
 

@@ -131,7 +131,7 @@ def _scale(folder: Path, config: Mapping[str, Any], module: str, rank: int) -> f
             if re.match(rf"(.*\.)?({key})$", module):
                 alpha = value
                 break
-    except (AttributeError, re.error):
+    except (AttributeError, re.error, OverflowError, RecursionError):
         alpha = config["alpha_pattern"]
     if not is_finite(alpha):
         raise CheckpointError(f"{folder / CONFIG} has lora_alpha {shown(alpha)}", "it must be a number")

@@ -72,12 +72,16 @@ def _message(message: Any, where: str) -> Message:
         fields["tool_calls"] = [_tool_call(call, f"{where_calls}[{index}]") for index, call in enumerate(calls)]
     elif "content" not in fields:
         raise InputError(f"{where} has no content", "give text, or a list of text parts")
-    fields["content"] = _content(fields.get("content", ""), f"{where}.content")
+    fields["content"] = joined_content(fields.get("content", ""), f"{where}.content")
     return fields
 
 
-def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """A text; with images, the list of parts, of which images have their bytes."""
+def joined_content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The content of a message as a text; with images, as the list of parts, of which images have their bytes.
+
+    Raises:
+        InputError: it has another form; the error calls it `where`.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):

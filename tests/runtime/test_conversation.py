@@ -247,7 +247,8 @@ def test_other_files_are_refused_as_saved_conversations(engine: Engine, tmp_path
         ),
         ({"model": "0"}, "chat.kv was saved with other files of bundle, which has changed since; start a new"),
         ({"model": "0", "name": ["x"]}, "chat.kv was saved with the model ['x'], not bundle; load ['x']"),
-        *(({"messages": value}, "is not a saved conversation") for value in ("hi", [1, 2], [{"role": "user"}])),
+        *(({"messages": value}, "is not a saved conversation") for value in ("hi", 3, [1, 2], [{"role": "user"}])),
+        ({"messages": [{"role": "user", "content": [{"text": "hi"}]}]}, "is not a saved conversation"),
     ],
 )
 def test_what_a_saved_conversation_needs_is_said(

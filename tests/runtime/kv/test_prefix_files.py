@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -152,7 +153,19 @@ DAMAGES = (
     lambda content: b"",
     lambda content: content + b"more",
     lambda content: os.urandom(2000),
+    lambda content: redescribed(content, lambda about: b"[" * len(about)),
+    lambda content: redescribed(content, lambda about: b"[]"),
+    lambda content: redescribed(content, lambda about: b"{}"),
+    lambda content: redescribed(content, lambda about: re.sub(rb": \d+}", b":1e999}", about.replace(b", ", b","))),
+    lambda content: redescribed(content, lambda about: re.sub(rb": \d+}", b":-1}", about)),
 )
+
+
+def redescribed(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The content of a file with another description of the same length."""
+    begin = content.index(b'{"format"')
+    end = content.index(b"}", begin) + 1
+    return content[:begin] + change(content[begin:end]).ljust(end - begin) + content[end:]
 
 
 def test_damaged_files_are_computed_and_written_again(tiny_bundle: Path) -> None:

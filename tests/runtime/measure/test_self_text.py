@@ -102,10 +102,11 @@ def test_conversations_are_read_from_json_lines(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": role, "content": content} for role, content in turns[:count]]} for count in (1, 2, 3)
     ]
+    rows[0]["messages"][0]["content"] = [{"type": "text", "text": "list"}, {"type": "text", "text": "files"}]
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
     assert sorted(decoded(BUNDLED, read_texts(BUNDLED, file, 10_000, 100))) == [
         "<|user|>all of them<|assistant|>",  # as the template has it
-        "<|user|>list files<|assistant|>",
+        "<|user|>list\nfiles<|assistant|>",
         "<|user|>list files<|assistant|>ls<|end|>",
     ]
     pieces = read_texts(BUNDLED, file, 10_000, 4)
@@ -140,6 +141,9 @@ def test_plain_text_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("a.jsonl", '{"messages": []}', "row 1: no messages"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "row 1: no messages"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": ["hello"]}]}', "row 1: no messages"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": [{"text": "hello"}]}]}', "row 1: no messages"),
+        ("a.jsonl", '{"messages": [[1]]}', "row 1: no messages"),
         ("a.jsonl", '{"prompt": "x"}', "row 1: no messages"),
         ("a.jsonl", '{"messages": []}\n[]', "line 2: not an object"),
         ("a.jsonl", "text", "line 1: not JSON"),

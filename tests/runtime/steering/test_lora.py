@@ -149,7 +149,10 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: changed_config(folder, use_dora=True), "has use_dora True"),
     (lambda folder: changed_config(folder, bias="all"), "has bias 'all'"),
     (lambda folder: changed_config(folder, lora_alpha="much"), "has lora_alpha 'much'; it must be a number"),
-    (lambda folder: changed_config(folder, alpha_pattern={"(": 1}), "has lora_alpha {'(': 1}; it must be a number"),
+    *(
+        (lambda folder, key=key: changed_config(folder, alpha_pattern={key: 1}), f"has lora_alpha {{'{key[:1]}")
+        for key in ("(", "x{99999999999999999999}", "(" * 5000 + ")" * 5000)
+    ),
     (lambda folder: renamed_tensors(folder, "q_proj", "x_proj"), "self_attn.x_proj', and the model has no such linear"),
     (lambda folder: renamed_tensors(folder, "layers.1", "layers.7"), "and the model has no such linear"),
     (lambda folder: renamed_tensors(folder, "v_proj.lora_B", "v_proj.lora_C"), "has no matrix 'base_model.model.model"),
