@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .plan_frontier import FrontierPlan as FrontierPlan
     from .plan_frontier import measure_frontier as measure_frontier
     from .quantization.methods import FP32 as FP32
-    from .quantization.methods import INT2 as INT2
     from .quantization.methods import INT4 as INT4
     from .quantization.methods import INT8 as INT8
     from .recipe import ExportRecipe as ExportRecipe
@@ -37,7 +36,7 @@ _MODULES = {
     ".gguf.gguf_model": ("is_gguf",),
     ".pipeline": ("export_checkpoint", "export_model", "find_source", "may_be_quantized"),
     ".plan_frontier": ("FrontierPlan", "measure_frontier"),
-    ".quantization.methods": ("FP32", "INT2", "INT4", "INT8"),
+    ".quantization.methods": ("FP32", "INT4", "INT8"),
     ".recipe": ("ExportRecipe",),
     ".upgrade.pipeline": ("upgrade_model",),
 }

@@ -44,12 +44,12 @@ from .upgrade.pipeline import upgrade_model
 _SOURCES_HINT: Final = (
     "give a checkpoint folder, a .gguf file, an .onnx file or its folder, or org/name on the Hugging Face Hub"
 )
-_LATER_PART: Final = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-"""Matches all parts of a split GGUF model but the first."""
+_OTHER_FILE: Final = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|(?i:mmproj)")
+"""Matches all parts of a split GGUF model but the first, and vision towers beside models."""
 
 
 def find_source(source: Path) -> Path:
-    """Return what to export where `source` is named: itself, or the only GGUF file in that folder.
+    """Return what to export where `source` is named: itself, or the only GGUF model in that folder.
 
     Raises:
         InputError: the path does not exist, is not a model, or holds several GGUF files.
@@ -63,7 +63,7 @@ def find_source(source: Path) -> Path:
         raise InputError(f"{source} is not a model", _SOURCES_HINT)
     if not source.is_dir() or (source / "config.json").is_file() or holds_graph(source):
         return source
-    files = [path for path in sorted(source.glob("*.gguf")) if _LATER_PART.search(path.name) is None]
+    files = [path for path in sorted(source.glob("*.gguf")) if _OTHER_FILE.search(path.name) is None]
     if len(files) > 1:
         raise InputError(
             f"{source} holds several GGUF files: {', '.join(path.name for path in files)}", "give one of them"
@@ -145,6 +145,8 @@ def export_model(
         raise InputError(
             f"--block {recipe.block} has no effect without --weights or --head", "add --weights int8, int4 or int2"
         )
+    if recipe.work is not None and not _needs_text(recipe, draft):
+        raise InputError("--work has no effect on an export that reads no text", "leave it out")
     if holds_graph(source):
         return upgrade_model(source, destination, recipe, progress, command=command)
     if foreign:

@@ -227,14 +227,17 @@ class ExportRecipe:
             self._refuse(_OF_MIXED_WEIGHTS, "without mixed weights", "add --weights mixed")
         for weight_format in filter(None, (self.body, self.head_format, self.draft_format)):
             require_exportable(weight_format)
-        if self.method is not None and {self.body, self.head_format} == {FP32}:
-            raise InputError("--method has no effect on fp32 weights, which are not quantized", "leave --method out")
+        if {self.body, self.head_format} == {FP32}:
+            # Drafts have blocks and scales too, but no method.
+            of_blocks = ("block", "zero_points", "half_scales") if self.draft_format == FP32 else ()
+            self._refuse(("method", *of_blocks), "on fp32 weights, which are not quantized", "leave it out")
 
     def _check_layout(self) -> None:
         if self.layout is GraphLayout.EDGE:
             return
-        if self.draft not in (None, NO_DRAFT) or self.calibrated:
-            raise InputError("calibration, mixed weights and drafts need edge-run's own layout", "leave --layout out")
+        if self.draft not in (None, NO_DRAFT) or self.calibrated or self.report or self.eval is not None:
+            what = "calibration, mixed weights, drafts and reports need edge-run's own layout"
+            raise InputError(what, "leave --layout out")
         if self.hidden_states:
             raise InputError("--hidden-states needs edge-run's own layout", "leave --layout or --hidden-states out")
         if self.device is not None:
@@ -360,10 +363,10 @@ class ExportRecipe:
         Raises:
             InputError: the recipe has one of them.
         """
-        for weight_format in filter(None, (self.body, self.head_format)):
-            if weight_format.zero_points or weight_format.half_scales:
-                name = "--zero-points" if weight_format.zero_points else "--half-scales"
-                raise InputError(f"{name} is not supported for a {source}", f"leave {name} out")
+        for name in ("zero_points", "half_scales"):
+            if any(getattr(each, name, False) for each in (self, self.body, self.head_format)):
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(f"{flag} is not supported for a {source}", f"leave {flag} out")
 
     def context_for(self, config: DecoderConfig) -> int:
         """Number of positions that the exported graph of a model serves.

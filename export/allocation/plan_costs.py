@@ -136,17 +136,21 @@ class Budget:
     """Whether bytes are those that the linears take in the file, instead of those that a pass reads."""
 
     def __str__(self) -> str:
-        place = "@file" if self.in_file else f"@{self.width}" if self.width != 1 else ""
-        return f"{self.amount:g}{self.measure.value}{place}"
+        return f"{self.amount:g}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        """What users write behind the amount."""
+        return self.measure.value + ("@file" if self.in_file else f"@{self.width}" if self.width != 1 else "")
 
     def limit(self, config: DecoderConfig) -> float:
         """The limit for a model, in bytes or milliseconds."""
         return self.amount * self._unit(config)
 
     def spelled(self, cost: float, config: DecoderConfig) -> str:
-        """Write a cost, in bytes or milliseconds, as a budget of this measure."""
+        """Write a cost, in bytes or milliseconds, as a budget of this measure that is not less."""
         digits = 3 if self.measure is Measure.BITS else 2
-        return f"{cost / self._unit(config):.{digits}f}{self.measure.value}" + "@file" * self.in_file
+        return f"{math.ceil(cost / self._unit(config) * 10**digits) / 10**digits:.{digits}f}{self.suffix}"
 
     def _unit(self, config: DecoderConfig) -> float:
         """Bytes or milliseconds of a cost of 1."""

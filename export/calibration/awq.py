@@ -77,10 +77,6 @@ class AwqSource(ModelSource):
         """Quantize scaled rows of a matrix by the method of the format."""
         return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format, None)
 
-    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- scaled weights have no codes of their own
-        """Float32."""
-        return WeightFormat(32)
-
     def _scaled(self, weights: Float32Array, rows: RowRange) -> Float32Array:
         if rows.name in self.scales.columns:
             weights = weights * self.scales.columns[rows.name]

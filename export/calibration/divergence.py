@@ -39,6 +39,8 @@ _MATRIX_BYTES: Final = 1 << 30
 """Memory for dequantized matrices."""
 _NOISE_KL: Final = 1e-8
 """KL in nats below which a difference is the noise of float32 arithmetic, and counts as 0."""
+_MOST_NLL: Final = 700.0
+"""Mean -log p up to which perplexities are computed: JSON, and so a manifest, has no infinite number."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Divergence:
     top1_agreement: float
     """Share of positions at which both models prefer the same next token."""
     perplexity: float
-    """Perplexity of the model."""
+    """Perplexity of the model, at most e ** 700."""
     float_perplexity: float
     """Perplexity of the float model."""
     tokens: int
@@ -67,7 +69,9 @@ class Divergence:
         There is no next token where -log p is NaN.
         """
         mean_kl = float(kl.mean())
-        perplexity, of_float = (float(np.exp(np.nanmean(each))) for each in (next_nll, float_nll))
+        perplexity, of_float = (
+            float(np.exp(np.minimum(np.nanmean(each), _MOST_NLL))) for each in (next_nll, float_nll)
+        )
         noiseless = mean_kl if mean_kl > _NOISE_KL else 0.0
         return cls(noiseless, float(np.quantile(kl, 0.99)), float(agrees.mean()), perplexity, of_float, len(kl))
 

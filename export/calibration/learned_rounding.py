@@ -97,13 +97,11 @@ def learn_rounding(
         _run_layer(runner, index, batches, exact, weights)
         own = [linear for linear in linears if plan[linear.name].method is Method.GPTQ]
         if not all(learned.has(linear, plan[linear.name]) for linear in own):
-            numbers = {
-                each.name: LearnedMatrix(rounded.whole(each, plan[each.name]), weights[each.name], plan[each.name])
-                for each in own
-            }
+            # GPTQ's codes are kept where no error is a number, too.
+            best, least = {each.name: rounded.whole(each, plan[each.name]) for each in own}, math.inf
+            numbers = {each.name: LearnedMatrix(best[each.name], weights[each.name], plan[each.name]) for each in own}
             others = {each.name: rounded.weights(each, plan[each.name]) for each in linears if each not in own}
             layer = _Layer(runner, index, numbers, others, outputs)
-            best, least = dict[str, QuantizedRows](), math.inf
             for step, error in enumerate(layer.learn(list(zip(batches, changed, exact, strict=True)), taught)):
                 progress(STAGE, (index + step * _CHECK_STEPS / STEPS) / config.layers)
                 if error < least:

@@ -175,11 +175,16 @@ def calibrate(
     statistics: StatisticsOf = collect_statistics(checkpoint, text, folder / _STATISTICS, second_moments, progress).of
     scaled = checkpoint.source
     if recipe.awq:
-        weight_format = AWQ_FORMAT if recipe.mixed or recipe.body in (None, FP32) else recipe.body
+        weight_format = _awq_format(recipe)
         weight_format = replace(weight_format, method=recipe.methods.get(weight_format.bits))
         scaled, statistics = apply_awq(checkpoint.source, checkpoint.config, statistics, weight_format, progress)
     store = QuantizedLinearStore(scaled, checkpoint.config, folder / _LINEARS, statistics)
     return replace(checkpoint, source=scaled), text, store
+
+
+def _awq_format(recipe: ExportRecipe) -> WeightFormat:
+    """The format by which AWQ scales are chosen."""
+    return AWQ_FORMAT if recipe.mixed or recipe.body in (None, FP32) else recipe.body
 
 
 def settings_of(recipe: ExportRecipe, context: int) -> str:
@@ -190,4 +195,6 @@ def settings_of(recipe: ExportRecipe, context: int) -> str:
         file = (text.name, about.st_size, about.st_mtime_ns)
     tokens = recipe.calibration_tokens
     formats = (recipe.zero_points, recipe.half_scales) if recipe.mixed else None
-    return repr((_FORMAT, file, tokens, recipe.seed, recipe.method, recipe.calibrated, formats, context))
+    # All linears are scaled by AWQ, whatever their own format.
+    method = f"{recipe.method} for {_awq_format(recipe)}" if recipe.awq else recipe.method
+    return repr((_FORMAT, file, tokens, recipe.seed, method, recipe.calibrated, formats, context))

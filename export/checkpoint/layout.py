@@ -59,7 +59,6 @@ def layer_layout(config: DecoderConfig, index: int) -> Layer:
 
 def _mixer(config: DecoderConfig, index: int) -> dict[str, Any]:
     """The fields of `Layer` that attention, or what takes its place, determines."""
-    """The attention of a layer, or what it has in its place."""
     states, hidden, linear = config.state_layers, config.hidden_size, f"layers.{index}"
     match states if states is not None and states.layers[index] else None:
         case ConvolutionConfig() as settings:
@@ -75,9 +74,9 @@ def _mixer(config: DecoderConfig, index: int) -> dict[str, Any]:
             projections = ("in_proj_qkvz",) if settings.by_key_head else ("in_proj_qkv", "in_proj_z")
             gates = ("in_proj_ba",) if settings.by_key_head else ("in_proj_b", "in_proj_a")
             rows = (settings.convolved, settings.value_width)
-            inputs = _fused(f"{linear}.delta_in", module, projections, rows, hidden)
+            inputs = fused(f"{linear}.delta_in", module, projections, rows, hidden)
             # They are a hundredth of the layer's weights, and small errors of a decay add up over the tokens.
-            exact = _fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
+            exact = fused(f"{linear}.delta_gates", module, gates, (settings.value_heads,) * 2, hidden, exact=True)
             output = FusedLinear(f"{linear}.delta_out", (f"{module}.out_proj",), (hidden,), settings.value_width)
             recurrent = _recurrent(settings, module, settings.value_dim)
             return {"qkv": inputs, "output": output, "states": recurrent, "gates": exact}
@@ -98,7 +97,7 @@ def _attention(config: DecoderConfig, index: int) -> dict[str, Any]:
     query_width, kv_width = config.heads * settings.head_dim, settings.kv_width
     parts = 1 if settings.owner is not None else 2 if settings.keys_as_values else 3
     rows = (query_width * (2 if traits.gated_attention else 1), kv_width, kv_width)[:parts]
-    inputs = _fused(f"{linear}.qkv", attention, traits.qkv[:parts], rows, hidden, config.qkv_bias)
+    inputs = fused(f"{linear}.qkv", attention, traits.qkv[:parts], rows, hidden, config.qkv_bias)
     output = FusedLinear(f"{linear}.o", (f"{attention}.{traits.output}",), (hidden,), query_width, config.output_bias)
     query_norm, key_norm = (f"{attention}.{name}.weight" for name in traits.head_norms)
     # A value head serves all query heads of its group; normed values are proportional to nothing.
@@ -133,7 +132,7 @@ def _feed_forward(config: DecoderConfig, index: int) -> tuple[FusedLinear | None
         wide, biased = config.feed_forward_width(index), config.mlp_bias
         return (
             None,
-            _fused(f"{linear}.gate_up", mlp, config.traits.gate_up, (wide, wide), hidden, biased),
+            fused(f"{linear}.gate_up", mlp, config.traits.gate_up, (wide, wide), hidden, biased),
             FusedLinear(f"{linear}.down", (f"{mlp}.{config.traits.down}",), (hidden,), wide, biased),
         )
     experts_count, wide, traits = experts.count, experts.intermediate_size, config.traits.experts
@@ -170,7 +169,7 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpertWeights | N
     linear, module, hidden = f"layers.{index}.shared", f"model.layers.{index}", config.hidden_size
     wide, mlp = config.experts.shared_size, f"{module}.{shared.module}"
     return SharedExpertWeights(
-        _fused(f"{linear}_gate_up", mlp, config.traits.gate_up, (wide, wide), hidden),
+        fused(f"{linear}_gate_up", mlp, config.traits.gate_up, (wide, wide), hidden),
         FusedLinear(f"{linear}_down", (f"{mlp}.{config.traits.down}",), (hidden,), wide),
         # One row, whose errors would scale all outputs.
         None
@@ -179,7 +178,7 @@ def _shared_expert(config: DecoderConfig, index: int) -> SharedExpertWeights | N
     )
 
 
-def _fused(
+def fused(
     name: str,
     module: str,
     parts: tuple[str, ...],

@@ -143,10 +143,6 @@ class Checkpoint(ModelSource):
         """Quantize rows of a matrix by the method of the format."""
         return QUANTIZERS[weight_format.method or Method.RTN](self.read_rows(rows), weight_format, None)
 
-    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- the same for all tensors
-        """Float32, which represents all supported tensor types exactly."""
-        return WeightFormat(32)
-
     def _stack(self, name: str) -> tuple[int, int, int] | None:
         """Experts of a layer, rows and columns of each, if a tensor stacks them as gpt-oss does; else None.
 

@@ -96,9 +96,9 @@ class ModelSource:
         """Return rows in a format: the stored codes if the source has it, else those of the format's method."""
         return self._source.quantized(rows, weight_format)
 
-    def stored_format(self, name: str) -> WeightFormat:
-        """The weight format of the operators that is nearest to how a matrix is stored."""
-        return self._source.stored_format(name)
+    def stored_format(self, name: str) -> WeightFormat:  # noqa: ARG002 -- the same for all tensors
+        """The weight format of the operators that is nearest to how a matrix is stored: float32, if not codes."""
+        return WeightFormat(32)
 
 
 def ranges_of_rows(name: str, rows: int, columns: int) -> Iterator[RowRange]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -79,7 +80,7 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         raise CheckpointError(f"config.json: vision_config must be an object, found {shown(nested)}")
     settings: Mapping[str, Any] = {**SIGLIP_DEFAULTS, **family.defaults, **nested}
     activation = settings["hidden_act"]
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise CheckpointError(
             f"config.json: hidden_act {shown(activation)} of vision_config is not supported",
             f"supported are {', '.join(_ACTIVATIONS)}",
@@ -89,8 +90,8 @@ def read_vision(source: ModelSource, decoder: DecoderConfig) -> VisionConfig | N
         family = replace(family, qkv=("attn.q", "attn.k", "attn.v"))
     settings = {**settings, **{name: settings.get(own) for name, own in family.settings.items()}}
     side = count(settings, "image_size") // count(settings, "patch_size")
-    if (learned := settings.get("num_position_embeddings")) is not None:
-        side = int(learned**0.5)
+    if settings.get("num_position_embeddings") is not None:
+        side = math.isqrt(count(settings, "num_position_embeddings"))
     merged, hidden_size = _merged(config, settings, family, side), count(settings, "hidden_size")
     return VisionConfig(
         family=family,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -126,18 +125,13 @@ class EagleNetwork(nn.Module):
     def write(self, folder: Path) -> None:
         """Write the checkpoint, in bfloat16; `model.safetensors` is written last."""
         config = {
+            **self.shape.to_config(torch.bfloat16, []),
             "architectures": [EAGLE_ARCHITECTURES[0]],
-            "model_type": "llama",
-            **asdict(self.shape),
             "vocab_size": self.target.vocab_size,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
             "tie_word_embeddings": False,
             DRAFT_VOCAB_SIZE: self.shape.vocab_size,
             # SpecForge and SGLang count from the output of the layer before.
             EAGLE_CONFIG: {EAGLE_LAYERS: [layer - 1 for layer in self.layers], "use_aux_hidden_state": True},
-            "torch_dtype": "bfloat16",
         }
         write_atomically(folder / "config.json", json.dumps(config, indent=2).encode())
         target_ids = self.get_buffer("target_ids").cpu()

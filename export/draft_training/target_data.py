@@ -298,6 +298,6 @@ class TargetStates:
 
     def _run(self, token_ids: npt.NDArray[np.int64]) -> list[Float32Array]:
         """The embeddings of a text and its states before each layer, float32 [n, d] each."""
-        self._session.length = 0
+        self._session.reset()
         self._session.forward(token_ids, np.array([len(token_ids) - 1]))
         return [each[0] for each in self._session.extra]

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from ...runtime.arguments.argument_types import option
+from ...runtime.arguments.argument_types import OptionRecord, option
 
 MOST_HELD_OUT: Final = 128
 HELD_OUT_SHARE: Final = 10
@@ -32,7 +32,7 @@ class LossKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class DraftTrainingOptions:
+class DraftTrainingOptions(OptionRecord):
     """What is trained, on which answers, and how long."""
 
     head: HeadChoice | None = option(
@@ -72,7 +72,9 @@ class DraftTrainingOptions:
         unset=f"one in {HELD_OUT_SHARE}, at most {MOST_HELD_OUT}",
     )
     steps: int = option(2000, "Most training steps.", metavar="N", least=1)
-    minutes: float | None = option(None, "Time limit of the training, in minutes.", metavar="N", least=0, unset="none")
+    minutes: float | None = option(
+        None, "Time limit of the training, in minutes.", metavar="N", within="(0, 100000]", unset="none"
+    )
     batch_tokens: int = option(4096, "Tokens of a step.", metavar="N", least=1)
     learning_rate: float = option(3e-3, "Highest learning rate.", metavar="RATE", least=0)
     evaluate_every: int = option(200, "Steps between two measurements of acceptance.", metavar="N", least=1)

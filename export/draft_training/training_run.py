@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 
 from ...errors import InputError
 from ...models.atomic import write_atomically
@@ -155,7 +156,7 @@ def _initial_model(folder: Path, vocabulary: int, dropout: float) -> CausalLM:
     """
     try:
         model = read_checkpoint(folder, dropout)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise InputError(f"{folder} is not a draft model to start from: {error}", "give one of train-draft") from error
     if model.shape.vocab_size != vocabulary:
         raise InputError(

@@ -49,8 +49,8 @@ from .head_size import Int64Array, TokenRanking
 
 _BY_ROW: Final = (1, 2, 3, 5)
 """Inputs of MatMulNBits with a row or an element for each output: codes, scales, zero points, bias."""
-"""Largest difference of a kept logit, relative to the standard deviation of the logits where that exceeds 1."""
 _TOLERANCE: Final = 1e-4
+"""Largest difference of a kept logit, relative to the standard deviation of the logits where that exceeds 1."""
 _COMPARED_POSITIONS: Final = 8
 """Number of positions whose logits are compared."""
 DEFAULT_TOKENS: Final = 65536

@@ -154,7 +154,7 @@ class Mmproj:
         vision: dict[str, Any] = {name: header.required_count(f"clip.vision.{key}") for name, key in counts.items()}
         if self.kind == "qwen2.5vl_merger":
             period = header.required_count("clip.vision.n_wa_pattern")
-            vision["fullatt_block_indexes"] = list(range(period - 1, vision["depth"], period))
+            vision["fullatt_block_indexes"] = list(range(period - 1, min(vision["depth"], _MOST_LAYERS), period))
             vision["window_size"] = header.count("clip.vision.window_size", 1) or 112
         elif self.kind == "qwen3vl_merger":
             vision["num_position_embeddings"] = self._rows("v.position_embd.weight")

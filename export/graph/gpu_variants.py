@@ -62,8 +62,7 @@ def write_gpu_variants(folder: Path, progress: Progress) -> list[str]:
                 "standard deviation",
                 "leave --device gpu out",
             )
-        precision = form.precision
-        variants.append(VariantFile(DeviceKind.GPU, file.name, precision, providers=(provider,), plain=plain))
+        variants.append(VariantFile(DeviceKind.GPU, file.name, form.precision, providers=(provider,), plain=plain))
     if variants == others:
         raise ExportError(f"no GPU graph can be made of this model: {notes[0]}", "leave --device gpu out")
     change_manifest(folder, [each.file for each in variants], variants=tuple(variants))

@@ -13,8 +13,7 @@ from ...models.bundle import VISION_GRAPH_NAME, VISION_WEIGHTS_NAME, digest_file
 from ...models.manifest import FileDigest, WeightFormat
 from ..architectures.vision import IDEFICS3, Projector
 from ..checkpoint.config import DecoderConfig
-from ..checkpoint.layer_weights import FusedLinear
-from ..checkpoint.layout import tensors_of
+from ..checkpoint.layout import fused, tensors_of
 from ..checkpoint.vision_config import VisionConfig
 from .decoder import as_model
 from .initializers import Initializers, WeightFile
@@ -168,8 +167,7 @@ class _Tower:
         biased: bool = True,
     ) -> str:
         """Append a linear of one or more modules."""
-        modules = tuple(f"{module}.{part}" for part in parts)
-        linear = FusedLinear(name, modules, rows if len(parts) == len(rows) else (sum(rows),), columns, biased)
+        linear = fused(name, module, parts, rows, columns, biased)
         for tensor, shape in tensors_of([linear]):
             self._vision.source.require(tensor, shape)
         return self._nodes.linear(linear, value)

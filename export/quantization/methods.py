@@ -19,7 +19,6 @@ from .k_quant import k_quant_rows
 FP32: Final = WeightFormat(32)
 INT8: Final = WeightFormat(8, 32)
 INT4: Final = WeightFormat(4, 32)
-INT2: Final = WeightFormat(2, 32)
 
 BLOCKS: Final = (32, 64, 128)
 QUANTIZED_BITS: Final = (2, 4, 8)

@@ -282,7 +282,8 @@ def _safetensors(listing: Listing) -> list[str]:
 
 def _gguf_files(listing: Listing) -> dict[str, str]:
     """Return GGUF files by variant: the format of their weights, or else their names."""
-    paths = [path for path in sorted(listing.files) if path.endswith(".gguf")]
+    # Vision towers (mmproj) are left out.
+    paths = [path for path in sorted(listing.files) if path.endswith(".gguf") and "mmproj" not in path.lower()]
     found: dict[str, str] = {}
     for path in paths:
         stem = PurePosixPath(path).stem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from edgerun.errors import EdgeError, InputError
 from edgerun.export import ExportRecipe, Method, WeightFormat, export_checkpoint, export_model
 from edgerun.export.allocation.format_candidates import BASE_FORMATS, FILE_FORMATS, planned_linears, write_plan
 from edgerun.export.allocation.linear_times import load_or_measure
-from edgerun.export.allocation.plan_costs import bytes_read, weight_count
+from edgerun.export.allocation.plan_costs import bytes_read, parse_budget, weight_count
 from edgerun.export.calibration.work_folder import KeptNumbers
 from edgerun.export.checkpoint.config import read_config
 from edgerun.export.pipeline import open_source
@@ -362,3 +363,22 @@ def test_a_draft_with_another_vocabulary_is_refused_at_once(checkpoint: Path, tm
     )
     assert not (tmp_path / "bundle").exists()
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("budget", ["0.001MB", "0.1bpw", "0.1bpw@file", "0.00001ms@4"])
+def test_the_budget_that_an_error_names_is_possible(checkpoint: Path, tmp_path: Path, budget: str) -> None:
+    with pytest.raises(InputError, match="no quantization plan") as refused:
+        export_checkpoint(checkpoint, tmp_path / "bundle", mixed(budget))
+    least = re.findall(r"give a budget from (\S+) to", str(refused.value.hint))[0]
+    assert parse_budget(least).width == parse_budget(budget).width
+    if not least.endswith("ms@4"):  # times differ from one measurement to the next
+        export_checkpoint(checkpoint, tmp_path / "bundle", mixed(least))
+
+
+def test_work_is_not_used_with_awq_scales_of_another_format(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
+    options = ["--method", "awq", "--head", "int8", "--calibration", "text.txt", "--calibration-tokens", "1100"]
+    arguments = ["export", str(source), str(tmp_path / "bundle"), *options, "--work", str(tmp_path / "work")]
+    assert main([*arguments, "--weights", "int4"]) == 0
+    assert main([*arguments, "--weights", "int4"]) == 0
+    assert main([*arguments, "--weights", "int2"]) == 2

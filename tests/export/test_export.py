@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from edgerun.edge.cli.main import main
 from edgerun.errors import DestinationError, InputError
@@ -275,3 +276,14 @@ def test_quality_of_the_shell_helper_at_8_bits(tmp_path) -> None:
     assert report.parity.mean_kl < 0.01
     assert report.parity.top1_agreement > 0.9
     assert json.loads((report.bundle / "edge.json").read_text(encoding="utf-8"))["bits_per_weight"] == 9.0
+
+
+def test_a_model_with_enormous_logits_can_be_opened(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "checkpoint", tie_word_embeddings=False)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] *= 1e5
+    save_file(weights, source / "model.safetensors")
+    result = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(INT4))
+    assert result.quality is not None
+    assert result.quality.perplexity > 1e300
+    assert open_bundle(result.bundle).manifest.quality["perplexity"] == result.quality.perplexity

@@ -17,6 +17,8 @@ def test_a_folder_stands_for_its_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").touch()
     with pytest.raises(InputError, match=r"holds several GGUF files: a\.gguf, b\.gguf; give one of them"):
         find_source(tmp_path)
+    (tmp_path / "b.gguf").rename(tmp_path / "a-mmproj-F16.gguf")  # the vision tower of the model beside it
+    assert find_source(tmp_path) == tmp_path / "a.gguf"
     (tmp_path / "split").mkdir()
     for part in (1, 2, 3):
         (tmp_path / "split" / f"m-0000{part}-of-00003.gguf").touch()

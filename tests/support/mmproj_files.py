@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import gguf
@@ -65,15 +66,21 @@ _PROJECTORS: Final = {
 Array = npt.NDArray[np.float32]
 
 
-def write_seeing_gguf(folder: Path, checkpoint: Path, kind: str = "F32", without: Collection[str] = ()) -> Path:
-    """Write model.gguf and mmproj-model.gguf of a checkpoint, the latter without some keys and tensors; returns the
-    former."""
+def write_seeing_gguf(
+    folder: Path,
+    checkpoint: Path,
+    kind: str = "F32",
+    without: Collection[str] = (),
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write model.gguf and mmproj-model.gguf of a checkpoint, the latter without some keys and tensors, and with
+    `changes` of other keys; returns the former."""
     folder.mkdir()
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     weights = load_file(checkpoint / "model.safetensors")
     family = config["model_type"]
     images = json.loads((checkpoint / "preprocessor_config.json").read_text(encoding="utf-8"))
-    settings = {key: value for key, value in metadata(config, images).items() if key not in without}
+    settings = {key: value for key, value in metadata(config, images).items() if key not in without} | {**changes}
     parts = {
         stored: part
         for name, value in weights.items()

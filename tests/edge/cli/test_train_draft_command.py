@@ -11,7 +11,7 @@ import edgerun
 from edgerun.edge.cli.main import main
 from edgerun.export import FP32, INT4, WeightFormat
 from support.commands import Capture
-from support.tiny_models import write_bundle
+from support.tiny_models import write_bundle, write_checkpoint
 
 
 def prompts(folder: Path, count: int = 24) -> Path:
@@ -108,3 +108,24 @@ def test_what_cannot_be_trained_is_one_line(
     assert code == 2
     assert errors.startswith(f"edge-run: error: {message}")
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["a list", "a text for a number", "cut off"])
+def test_a_damaged_draft_to_start_from_is_refused(tmp_path: Path, capsys: Capture, damage: str) -> None:
+    target, text = write_bundle(tmp_path / "target"), prompts(tmp_path)
+    initial = write_checkpoint(tmp_path / "initial", tie_word_embeddings=True)
+    if damage == "cut off":
+        (initial / "model.safetensors").write_bytes(b"x" * 100)
+    else:
+        config = json.loads((initial / "config.json").read_bytes()) | {"hidden_size": "wide"}
+        (initial / "config.json").write_text("[]" if damage == "a list" else json.dumps(config), encoding="utf-8")
+    code, _, errors = train(capsys, target, tmp_path / "draft", "--text", text, "--init", initial)
+    assert code == 2
+    assert "is not a draft model to start from" in errors
+
+
+def test_a_time_limit_of_nothing_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    target, text = write_bundle(tmp_path / "target"), prompts(tmp_path)
+    code, _, errors = train(capsys, target, tmp_path / "draft", "--text", text, "--minutes", 0)
+    assert code == 2
+    assert "above 0" in errors

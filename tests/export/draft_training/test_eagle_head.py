@@ -114,6 +114,13 @@ def test_states_are_those_of_the_reference_decoder(tmp_path: Path) -> None:
         np.testing.assert_allclose(normed @ matrix.T, expected, atol=1e-3)
 
 
+def test_states_of_a_text_do_not_depend_on_the_text_before(tmp_path: Path) -> None:
+    bundle = open_bundle(write_bundle(tmp_path, "lfm2"))
+    texts, source = (np.arange(1, 20), np.arange(5, 25)), TargetStates(bundle, 32)
+    _, found = [source.read(text)[1] for text in texts]
+    np.testing.assert_array_equal(found, TargetStates(bundle, 32).read(texts[1])[1])
+
+
 def test_acceptance_of_a_head_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_loop, "native_bfloat16", lambda kind: False)
     bundle = open_bundle(write_bundle(tmp_path, num_hidden_layers=4))

@@ -294,6 +294,8 @@ def test_the_command_keeps_the_formats_of_a_file(tmp_path, capsys) -> None:
     assert set(open_bundle(tmp_path / "int8").manifest.weights.values()) == {INT8}
     assert main(["export", str(file), str(tmp_path / "no"), "--block", "64"]) == 2
     assert "--block 64 has no effect without --weights or --head" in capsys.readouterr().err
+    assert main(["export", str(file), str(tmp_path / "no"), "--zero-points"]) == 2
+    assert "--zero-points is not supported for a GGUF file" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 

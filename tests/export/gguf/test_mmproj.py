@@ -16,6 +16,7 @@ import gguf
 import edgerun
 from edgerun.errors import CheckpointError
 from edgerun.export import FP32, ExportRecipe, export_checkpoint
+from edgerun.export.gguf.mmproj import find_mmproj
 from edgerun.models.bundle import VISION_GRAPH_NAME
 from support.mmproj_files import write_seeing_gguf
 from support.vision_models import FAMILIES, random_image, write_vision_checkpoint
@@ -144,4 +145,15 @@ def test_towers_that_lack_something_are_refused(tmp_path: Path, family: str, wit
         tmp_path / "files", write_vision_checkpoint(tmp_path / "checkpoint", family), without=(without,)
     )
     with pytest.raises(CheckpointError, match=message):
+        export_checkpoint(model, tmp_path / "bundle", ExportRecipe(FP32))
+
+
+def test_a_tower_with_millions_of_layers_takes_no_memory(tmp_path: Path) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint", "qwen2_5_vl")
+    many = {"clip.vision.block_count": 3_000_000, "clip.vision.n_wa_pattern": 1}
+    model = write_seeing_gguf(tmp_path / "files", source, changes=many)
+    tower = find_mmproj(model, "qwen2vl")
+    assert tower is not None
+    assert len(tower.seeing_config({"tie_word_embeddings": False}, 0)["vision_config"]["fullatt_block_indexes"]) <= 1000
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
         export_checkpoint(model, tmp_path / "bundle", ExportRecipe(FP32))

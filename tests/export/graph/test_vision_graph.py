@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,16 @@ def test_checkpoints_of_the_language_model_alone_export_without_a_tower(tmp_path
     save_file({name: each for name, each in weights.items() if ".text_model." in name}, source / "model.safetensors")
     bundle = export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32)).bundle
     assert not (bundle / VISION_GRAPH_NAME).exists()
+
+
+@pytest.mark.parametrize("setting", ["hidden_act", "num_position_embeddings"])
+@pytest.mark.parametrize("value", [["gelu"], "many", -4], ids=str)
+def test_settings_of_another_type_are_refused(tmp_path: Path, setting: str, value: object) -> None:
+    source = write_vision_checkpoint(tmp_path / "checkpoint")
+    config = json.loads((source / "config.json").read_bytes())
+    write_json(source / "config.json", {**config, "vision_config": {**config["vision_config"], setting: value}})
+    with pytest.raises(CheckpointError, match=setting):
+        export_checkpoint(source, tmp_path / "bundle", ExportRecipe(FP32))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from edgerun.errors import ExportError, InputError
-from edgerun.export import FP32, INT2, INT4, ExportRecipe, WeightFormat, export_checkpoint, export_model
+from edgerun.export import FP32, INT4, ExportRecipe, WeightFormat, export_checkpoint, export_model
 from edgerun.export.check.parity import quantized_weights
 from edgerun.export.check.reference import reference_logits
 from edgerun.export.checkpoint.open import open_source
@@ -109,7 +109,7 @@ def test_families_agree_with_the_reference(tmp_path: Path, family: str) -> None:
         (WeightFormat(8, 128, zero_points=True, half_scales=True), {"tie_word_embeddings": False}),
         pytest.param(WeightFormat(4, 64, zero_points=True), {}, marks=pytest.mark.nightly),
         pytest.param(FP32, {"tie_word_embeddings": False}, marks=pytest.mark.nightly),
-        pytest.param(INT2, {}, marks=pytest.mark.nightly),
+        pytest.param(WeightFormat(2, 32), {}, marks=pytest.mark.nightly),
         pytest.param(WeightFormat(4, 128, zero_points=True), {"tie_word_embeddings": False}, marks=pytest.mark.nightly),
     ],
     ids=str,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edgerun.errors import InputError
-from edgerun.export import FP32, INT2, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
+from edgerun.export import FP32, INT4, INT8, ExportRecipe, Method, WeightFormat, export_checkpoint
 from edgerun.export.checkpoint.source import QuantizedRows
 from edgerun.export.quantization.codes import (
     InputStatistics,
@@ -174,7 +174,7 @@ def test_the_manifest_names_format_and_method_of_each_linear(tmp_path) -> None:
     def methods(recipe: ExportRecipe) -> set[object]:
         return {each.get("method") for each in written(recipe).values()}
 
-    assert methods(ExportRecipe(INT4)) == methods(ExportRecipe(INT2)) == {"k-quant"}
+    assert methods(ExportRecipe(INT4)) == methods(ExportRecipe("int2")) == {"k-quant"}
     assert methods(ExportRecipe(INT4, head=INT8)) == {"k-quant", "rtn"}
     assert methods(ExportRecipe(INT4, head=FP32, method=Method.K_QUANT)) == {"k-quant", None}
     assert methods(ExportRecipe(INT8)) == methods(ExportRecipe(INT4, method=Method.RTN)) == {"rtn"}
@@ -186,7 +186,7 @@ def test_the_manifest_names_format_and_method_of_each_linear(tmp_path) -> None:
 
 
 def test_a_method_for_fp32_weights_is_refused(tmp_path) -> None:
-    with pytest.raises(InputError, match="--method has no effect on fp32 weights.*; leave --method out"):
+    with pytest.raises(InputError, match="--method has no effect on fp32 weights.*; leave it out"):
         ExportRecipe(FP32, method=Method.RTN)
     assert ExportRecipe(FP32, head=INT8, method=Method.RTN).method is Method.RTN
 
@@ -194,7 +194,7 @@ def test_a_method_for_fp32_weights_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize("method", DATA_FREE, ids=str)
 def test_exports_are_deterministic(tmp_path, method: Method) -> None:
     source = write_checkpoint(tmp_path / "checkpoint")
-    first, second = (exported(source, tmp_path / name, ExportRecipe(INT2, method=method)) for name in "ab")
+    first, second = (exported(source, tmp_path / name, ExportRecipe("int2", method=method)) for name in "ab")
     for file in ("model.onnx", "model.onnx.data"):
         assert (first / file).read_bytes() == (second / file).read_bytes()
 

@@ -243,6 +243,8 @@ def test_gguf_files_are_downloaded_for_export(hub: HubServer) -> None:
         fetch_checkpoint(HubId("org/gguf", "Q2_K"))
     with pytest.raises(BundleError, match="is one of several pieces"):
         fetch_checkpoint(HubId("org/gguf", "BF16"))
+    hub.repo("org/seeing", {"m-Q8_0.gguf": weights(2), "mmproj-m-F16.gguf": weights(3)})
+    assert fetch_checkpoint(HubId("org/seeing")).name == "m-Q8_0.gguf"
 
 
 def test_an_export_prefers_safetensors(hub: HubServer) -> None:
