@@ -74,8 +74,11 @@ class FurtherGraph(ABC):
         return None
 
     @abstractmethod
-    def load(self) -> GraphSession | None:
+    def load(self, base: GraphSession) -> GraphSession | None:
         """Load the graph; None if it is not to be used now, which the next pass that it takes asks again.
+
+        Args:
+            base: the base graph. It is not kept: closing the engine frees it.
 
         Raises:
             EdgeError: it cannot be loaded.
@@ -130,8 +133,9 @@ class TreeGraph(FurtherGraph):
         """Whether a pass is over a tree. Consecutive tokens need neither mask nor positions."""
         return not is_consecutive(new, base)
 
-    def load(self) -> GraphSession:
+    def load(self, base: GraphSession) -> GraphSession:
         """Load the graph."""
+        del base
         return self._load()
 
 
@@ -208,7 +212,7 @@ class ChosenGraphs(DecoderGraph):
             if session is None:
                 self.page_limit.drop()
                 try:
-                    session, own = graph.load(), self._base.graph_io
+                    session, own = graph.load(self._base), self._base.graph_io
                     types = session and (session.graph_io.tensor_types, session.graph_io.state_types)
                     if types not in (None, (own.tensor_types, own.state_types)):
                         raise EdgeError(

@@ -153,7 +153,7 @@ def _open_on_cpu(
         return ChosenGraphs(own, further) if further else own
     from ..steering.steered_graph import SteeredGraph  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-    steered = SteeredGraph(bundle, file, own, steering)
+    steered = SteeredGraph(bundle, file, steering)
     graphs = ChosenGraphs(own, [steered, *further])
     graphs.bind_further(steered, own.arena(1))  # what is wrong with it shows now
     return graphs
@@ -190,7 +190,7 @@ def _image_graphs(base: GraphSession, form: GraphForm, bundle: Bundle) -> Iterat
     # Attention in both directions was computed wrongly on WebGPU, and is not checked as that of text is.
     is_right = base.config.device.kind is DeviceKind.CPU or not processor.bidirectional
     if is_right and (bundle.embedding is None or FEATURES in base.optional_inputs):
-        yield ImageGraph(form, base, bundle.hidden_size, processor)
+        yield ImageGraph(form, bundle.hidden_size, processor)
 
 
 def _may_run_long_contexts(base: GraphSession, file: Path, bundle: Bundle) -> bool:

@@ -36,7 +36,6 @@ class ImageGraph(FurtherGraph):
 
     Args:
         form: the model's own graph.
-        own: that graph.
         hidden_size: channels of an embedding.
         processor: the model's image processor.
     """
@@ -44,15 +43,8 @@ class ImageGraph(FurtherGraph):
     name = IMAGES
     required = True
 
-    def __init__(
-        self,
-        form: GraphForm,
-        own: GraphSession,
-        hidden_size: int,
-        processor: ImageProcessor,
-    ) -> None:
+    def __init__(self, form: GraphForm, hidden_size: int, processor: ImageProcessor) -> None:
         self._form: Final = form
-        self._own: Final = own
         self._hidden_size: Final = hidden_size
         self._processor: Final = processor
         self._tables: Tables | None = None
@@ -74,20 +66,20 @@ class ImageGraph(FurtherGraph):
             inputs |= {name: table[positions[axes].T, pairs] for name, table in zip(ROTARY, self._tables, strict=True)}
         return inputs
 
-    def load(self) -> GraphSession:
+    def load(self, base: GraphSession) -> GraphSession:
         """Make the graph and load it.
 
         Raises:
             BundleError: it cannot be made or loaded.
         """
-        if FEATURES in self._own.optional_inputs:  # as if its embedding was a graph of its own
-            return self._own
+        if FEATURES in base.optional_inputs:  # as if its embedding was a graph of its own
+            return base
         graph, serialized = self._form
         try:
             model, self._tables = image_graph(graph, self._hidden_size, self._processor, serialized)
         except CannotRewriteError as error:
             raise BundleError(f"{graph} cannot take images: {error}", "export it with edge-run export") from error
-        return self._own.beside(graph, model)
+        return base.beside(graph, model)
 
 
 def image_graph(

@@ -70,7 +70,7 @@ class VisionModel:
         self._cache: Final = cache
         self._config: Final = config
         self._queue: Final = queue
-        self._load_decoder: Final = load_decoder
+        self._load_decoder = load_decoder
         self._session: Any = None
         self._loading: Final = Lock()
         self._preloading: IdleThread | None = None
@@ -121,9 +121,11 @@ class VisionModel:
         return features.astype(np.float32).reshape(1, -1, features.shape[-1]) if is_foreign else features
 
     def close(self) -> None:
-        """Abandon work in the background."""
+        """Abandon work in the background, and let the graphs and the images go."""
         if self._preloading is not None:
             self._preloading.close()
+        self._session, self._load_decoder = None, lambda: None
+        self._seen.clear()
 
     def _preload(self, tile: npt.NDArray[np.uint8]) -> None:
         self._tower(self.processor.inputs(tile))

@@ -57,7 +57,7 @@ class PrefillChoice:
     ) -> None:
         mode = self._mode = PrefillMode(options.prefill)
         self._config: Final = graph.config
-        self._graphs: Final = graph if isinstance(graph, ChosenGraphs) else None
+        self._graphs = graph if isinstance(graph, ChosenGraphs) else None
         further = () if self._graphs is None else self._graphs.further
         self._prompt: Final = next((each for each in further if isinstance(each, PromptGraph)), None)
         self._obstacle: Final = prompt_graph_obstacle(bundle, graph.config, graph.graph_io, mode, cache=options.cache)
@@ -140,8 +140,9 @@ class PrefillChoice:
         return self._prompt.choice
 
     def close(self) -> None:
-        """Abandon work in the background."""
+        """Abandon work in the background, and let the graphs go."""
         self._background.close()
+        self._graphs = None
 
     def _prepare(self, progress: Progress) -> None:
         """Load the graph for the next prompt, made or measured first if it has to be; errors as for `_make`."""

@@ -62,7 +62,6 @@ class PromptGraph(FurtherGraph):
         self._unloaded_tokens = 0
         """Number of prompt tokens that it has not read because it was not loaded."""
         self._bundle: Final = bundle
-        self._own: Final = own
         self._key: Final = model_key(bundle, own.config)
         stored = PROMPT_CHOICES.load(self._key)
         if stored is not None:
@@ -129,16 +128,16 @@ class PromptGraph(FurtherGraph):
                 return preferred
         return UNMEASURED_WIDTH if self.choice is None else self.choice.width
 
-    def load(self) -> GraphSession | None:
+    def load(self, base: GraphSession) -> GraphSession | None:
         """Load the graph from its files; None if they are missing, or damaged, or need more memory than is free."""
         from .int8_graph_files import int8_graph_bytes, int8_graph_path  # noqa: PLC0415 -- importing protobuf takes 28 ms
 
-        path = int8_graph_path(self._bundle, self._own.config, make=self.mode is PrefillMode.INT8)
+        path = int8_graph_path(self._bundle, base.config, make=self.mode is PrefillMode.INT8)
         if path is None:
             self.refusal = NOT_MADE
             return None
         if not self.fits(int8_graph_bytes(path)):
             return None
-        session = self._own.beside(path)
+        session = base.beside(path)
         self._is_loaded = True
         return session

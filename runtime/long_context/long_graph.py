@@ -60,7 +60,7 @@ class LongContextGraph(FurtherGraph):
     def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, *, cache: bool) -> None:
         self.obstacle: str | None = None
         self._graph: Final = graph
-        self._own: Final = own
+        self._threads: Final = own.config.threads
         self._key: Final = model_key(bundle, own.config)
         self._stores: Final = cache
         stored = LONG_CONTEXT_TIMES.load(self._key) if cache else None
@@ -77,7 +77,7 @@ class LongContextGraph(FurtherGraph):
         found = None if place in self._again else self.times.seconds.get(place)
         return None if found is None else found[1] < _WORTH * found[0]
 
-    def load(self) -> GraphSession | None:
+    def load(self, base: GraphSession) -> GraphSession | None:
         """Make the graph and load it; None if the model's attention cannot be expressed so.
 
         Raises:
@@ -92,7 +92,7 @@ class LongContextGraph(FurtherGraph):
         except CannotRewriteError as error:
             self.obstacle = str(error)
             return None
-        return self._own.beside(self._graph, model)
+        return base.beside(self._graph, model)
 
     def measure(self, new: NewTokens, own: BoundSession, long: BoundSession, drop: Callable[[], None]) -> None:
         """Time a pass in both graphs, over the cache that it has to read; the faster one runs it from now on.
@@ -124,7 +124,7 @@ class LongContextGraph(FurtherGraph):
 
         place = _place(len(new.ids), arena.length)
         # The first passes of a width bind its buffers, which is nothing beside a pass that takes so long.
-        self.times.measure(place, own_pass, long_pass, self._own.config.threads)
+        self.times.measure(place, own_pass, long_pass, self._threads)
         # Where states are recomputed, tokens ran once more in each of these passes, and will in the pass itself.
         arena.replayed = replayed
         self._again.discard(place)

@@ -166,7 +166,6 @@ class SteeredGraph(FurtherGraph):
     Args:
         bundle: the model.
         graph: the file from which its own graph was loaded.
-        own: that graph.
         options: names and files of adapters and control vectors.
 
     Raises:
@@ -177,9 +176,8 @@ class SteeredGraph(FurtherGraph):
     name = STEERED
     required = True
 
-    def __init__(self, bundle: Bundle, graph: Path, own: GraphSession, options: LoadOptions) -> None:
+    def __init__(self, bundle: Bundle, graph: Path, options: LoadOptions) -> None:
         self._graph: Final = graph
-        self._own: Final = own
         model = SteeredModel(bundle, graph)
         calibration = None if bundle.manifest is None else bundle.manifest.calibration
         if options.lora and calibration is not None and calibration.awq:
@@ -200,13 +198,13 @@ class SteeredGraph(FurtherGraph):
         del new, base
         return False
 
-    def load(self) -> GraphSession:
+    def load(self, base: GraphSession) -> GraphSession:
         """Load the graph.
 
         Raises:
             EdgeError: it cannot be loaded.
         """
-        return self._own.beside(self._graph, self._model)
+        return base.beside(self._graph, self._model)
 
     def steering(self, options: SteeringOptions) -> Steering | None:
         """The adapter and the control vector of an answer; None for the model itself.

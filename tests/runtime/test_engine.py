@@ -22,6 +22,7 @@ from edgerun import (
 )
 from edgerun.runtime.measure import pass_timing
 from edgerun.runtime.measure.system_load import LoadMeter
+from support.freed_sessions import require_freed_sessions
 
 
 def test_generate_and_stream_give_the_same_text(engine: Engine) -> None:
@@ -94,6 +95,15 @@ def test_a_closed_engine_refuses_answers(tiny_bundle: Path) -> None:
     engine.close()
     with pytest.raises(EdgeError, match="this engine is closed; load the model again"):
         engine.generate("a")
+
+
+def test_closing_an_engine_frees_its_sessions_at_once(endless_bundle: Path) -> None:
+    def opened() -> Engine:
+        engine = edgerun.load(endless_bundle, threads=1)
+        engine.generate("the", max_tokens=4)
+        return engine
+
+    require_freed_sessions(opened)
 
 
 def test_a_filter_switches_sampling_on(engine: Engine) -> None:

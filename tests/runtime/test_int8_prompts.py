@@ -35,6 +35,7 @@ from edgerun.runtime.measure.prompt_choice import PROMPT_CHOICES, PromptChoice
 from edgerun.runtime.measure.system_load import GraphTimes, LoadMeter
 from edgerun.runtime.prefill import PrefillMode, prefill
 from edgerun.runtime.scheduling import idle_thread
+from support.freed_sessions import require_freed_sessions
 from support.waiting import wait_until
 
 PROMPT = [5 + 37 * number % 290 for number in range(200)]
@@ -397,3 +398,12 @@ def test_closing_an_engine_ends_work_in_the_background(
     names = {thread.name for thread in threading.enumerate()}
     assert "edge-run prompt graph" not in names
     assert not files()
+
+
+def test_closing_an_engine_frees_its_sessions_at_once(bundle: Path) -> None:
+    def opened() -> Engine:
+        engine = loaded(bundle, prefill="int8")
+        answer(engine)
+        return engine
+
+    require_freed_sessions(opened)

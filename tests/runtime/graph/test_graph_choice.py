@@ -40,7 +40,7 @@ class WidePasses(FurtherGraph):
         del remaining
         return min(preferred, 12)
 
-    def load(self) -> GraphSession:
+    def load(self, base: GraphSession) -> GraphSession:
         self.loaded += 1
         return self._load()
 

@@ -23,6 +23,7 @@ from edgerun.runtime.images.vision_model import VisionModel
 from edgerun.runtime.speculation.drafters.draft_model import DraftModel
 from support.adversarial_drafters import NEARLY_FREE, FixedCost
 from support.commands import Capture, Patch, fails, json_of
+from support.freed_sessions import require_freed_sessions
 from support.vision_models import FAMILIES, image_token_id, random_image, write_vision_checkpoint
 from support.waiting import wait_until
 
@@ -197,6 +198,15 @@ def test_passes_and_prefixes_do_not_cut_what_they_must_not(seeing: Engine) -> No
     assert len(set(keyed)) == len(keyed)
     with pytest.raises(InputError, match="image tokens"):
         PromptImages(vision, seen, [*ids, slot])
+
+
+def test_closing_an_engine_frees_its_sessions_at_once(bundle: Path) -> None:
+    def opened() -> Engine:
+        engine = edgerun.load(bundle, threads=1)
+        engine.generate(asked(random_image()), max_tokens=4)
+        return engine
+
+    require_freed_sessions(opened)
 
 
 def test_images_that_were_seen_take_bounded_memory(seeing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,7 +316,7 @@ class SomePasses(FurtherGraph):
     def takes(self, new: NewTokens, base: int) -> bool:
         return bool(self._random.random() < self._share)
 
-    def load(self) -> GraphSession:
+    def load(self, base: GraphSession) -> GraphSession:
         return self._load()
 
 
