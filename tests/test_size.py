@@ -12,11 +12,11 @@ from support.source_tree import ROOT, modules_imported, name_of, source_of, sour
 BUDGET = {
     "edge": (14_709, 110, 243),
     "export": (15_056, 125, 162),
-    "runtime": (23_382, 201, 351),
+    "runtime": (23_377, 201, 351),
     "models": (3_229, 27, 36),
 }
 """Most lines of code (without blank lines, comments and docstrings), modules and classes of each room."""
-CLOSURES = {"runtime.decode": 4_128, "runtime.engine": 24_434, "edge.cli.run": 25_588}
+CLOSURES = {"runtime.decode": 4_128, "runtime.engine": 24_429, "edge.cli.run": 25_583}
 """Most lines of code that a module imports, directly or not."""
 HINT = "merge or delete before you add"
 
