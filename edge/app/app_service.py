@@ -101,23 +101,24 @@ class AppService(RequestService):
         if not events.listening:
             return
         try:
-            match kind:
-                case ChangeKind.CONVERSATION:
-                    events.publish("conversation", conversation=store.conversation(conversation_id))
-                case ChangeKind.CONVERSATION_DELETED:
-                    events.publish("conversation_deleted", id=conversation_id)
-                case ChangeKind.MESSAGE:
-                    message = store.message(message_id)
-                    live = self.generations.live(message.id)
-                    if live is None or message.state is not MessageState.WRITING:
-                        events.publish("message", message=message)
-                    else:  # its text is newer than the store's
-                        with live.snapshot(message) as (shown, _):
-                            events.publish("message", message=shown)
-                case ChangeKind.MESSAGE_DELETED:
-                    events.publish("message_deleted", id=message_id, conversation=conversation_id)
-                case _:
-                    events.publish("settings")
+            with self.generations.lock:  # what another thread reads later is published later
+                match kind:
+                    case ChangeKind.CONVERSATION:
+                        events.publish("conversation", conversation=store.conversation(conversation_id))
+                    case ChangeKind.CONVERSATION_DELETED:
+                        events.publish("conversation_deleted", id=conversation_id)
+                    case ChangeKind.MESSAGE:
+                        message = store.message(message_id)
+                        live = self.generations.live(message.id)
+                        if live is None or message.state is not MessageState.WRITING:
+                            events.publish("message", message=message)
+                        else:  # its text is newer than the store's
+                            with live.snapshot(message) as (shown, _):
+                                events.publish("message", message=shown)
+                    case ChangeKind.MESSAGE_DELETED:
+                        events.publish("message_deleted", id=message_id, conversation=conversation_id)
+                    case _:
+                        events.publish("settings")
         except EdgeError as error:
             # What is gone already is published by the change that removed it.
             _log.info("a change was not published: %s", error)

@@ -33,8 +33,9 @@ class Generations:
 
     def __init__(self, context: AppContext) -> None:
         self._context: Final = context
-        self._lock: Final = threading.RLock()
-        """Held from the moment when windows are told of a message until it is in `_live`, where it can be stopped."""
+        self.lock: Final = threading.RLock()
+        """Held from the moment when windows are told of a message until it is in `_live`, where it can be stopped; and
+        while what the store has is read and windows are told of it."""
         self._live: Final[dict[str, MessageGeneration]] = {}
         self._ending = False
 
@@ -45,12 +46,12 @@ class Generations:
 
     def live(self, message_id: str) -> MessageGeneration | None:
         """The generation of the message with an id, if it is in progress, also one that is beginning."""
-        with self._lock:
+        with self.lock:
             return self._live.get(message_id)
 
     def all(self, conversation_id: str | None = None) -> list[MessageGeneration]:
         """The generations in progress, also one that is beginning: all of them, or only a conversation's."""
-        with self._lock:
+        with self.lock:
             live = list(self._live.values())
         return live if conversation_id is None else [each for each in live if each.conversation == conversation_id]
 
@@ -91,7 +92,7 @@ class Generations:
         """
         store, conversation = self._context.store, question.conversation
         chosen = self._model(model, conversation)
-        with self._lock:
+        with self.lock:
             self.check_room(count)
             messages = [
                 store.add_message(
@@ -118,7 +119,7 @@ class Generations:
             ConversationError: the message was deleted, or another process writes it.
         """
         store = self._context.store
-        with self._lock:
+        with self.lock:
             self.check_room()
             message = store.message(message.id)
             if message.state is MessageState.WRITING:
@@ -134,7 +135,7 @@ class Generations:
 
     def interrupt_all(self) -> None:
         """Begin no further messages, and end those in progress as interrupted."""
-        with self._lock:
+        with self.lock:
             self._ending = True
         for each in self.all():
             each.state_if_cancelled = MessageState.INTERRUPTED
@@ -167,6 +168,6 @@ class Generations:
         run.generations[0].run.start()
 
     def _forget(self, generation: MessageGeneration) -> None:
-        with self._lock:
+        with self.lock:
             if self._live.get(generation.id) is generation:  # it may go on already, in another run
                 del self._live[generation.id]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
-from edgerun.edge.app.app_context import MAX_BYTES, MAX_EVENTS, EventChannel, EventListener
+from edgerun.edge.app.app_access import AppAccess
+from edgerun.edge.app.app_context import MAX_BYTES, MAX_EVENTS, AppContext, EventChannel, EventListener
+from edgerun.edge.app.app_service import AppService
+from edgerun.edge.conversations.store import ConversationStore
+from edgerun.edge.server.server_settings import ServerSettings
+from edgerun.edge.service.model_pool import ModelPool
 
 
 def ran(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
@@ -53,6 +59,37 @@ def test_events_of_other_threads_come_in_order() -> None:
         return taken[0]
 
     assert ran(listen) == [{"type": "count", "number": number} for number in range(1000)]
+
+
+def test_the_last_event_of_a_conversation_is_its_latest_state(tiny_bundle: Path) -> None:
+    titles: list[str] = []
+    second_is_told = threading.Event()
+
+    class SlowWindow(EventChannel):
+        """A window that listens; the thread of the first change is slow to tell it."""
+
+        listening = True
+
+        def publish(self, kind: str, /, **fields: Any) -> None:
+            title = fields["conversation"].title
+            if title == "first":
+                second.start()
+                second_is_told.wait(0.5)
+            titles.append(title)
+            if title == "second":
+                second_is_told.set()
+
+    def open_model(*_: object) -> Any:
+        raise AssertionError("no model is loaded")
+
+    with ModelPool([str(tiny_bundle)], open_model) as pool, ConversationStore.in_memory() as store:
+        conversation = store.create().id
+        second = threading.Thread(target=store.change, args=(conversation,), kwargs={"title": "second"})
+        service = AppService(AppContext(store, pool, SlowWindow(), ServerSettings()), AppAccess(b"secret", 1))
+        store.change(conversation, title="first")
+        second.join()
+        assert titles == ["first", "second"]
+        service.close()
 
 
 def test_a_window_that_does_not_read_is_told_to_fetch_everything() -> None:
