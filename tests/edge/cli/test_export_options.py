@@ -123,7 +123,7 @@ def test_a_preset_is_its_options(checkpoint: Path, tmp_path: Path, capsys: Captu
 
 
 def test_block_applies_to_the_draft_of_mixed_weights(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    draft = write_checkpoint(tmp_path / "draft", seed=1, num_hidden_layers=1, intermediate_size=128)
     plan, text = tmp_path / "plan.toml", tmp_path / "text.txt"
     linears = (f'"{linear.name}" = "int8/32"\n' for linear in planned_linears(read_config(checkpoint)))
     plan.write_text("[linears]\n" + "".join(linears), encoding="utf-8")
@@ -215,7 +215,7 @@ def test_a_calibrated_export_has_a_report(
     assert all(linear["kl_alone"] > 0 for linear in report["linears"])
     assert {linear["weight_format"]["method"] for linear in report["linears"]} == {"gptq"}
     chosen, nearest = report["plans"]
-    assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 rtn")
+    assert (chosen["kind"], nearest["kind"], nearest["name"]) == ("chosen", "nearest", "int4/64 int4/32 rtn")
     assert chosen["bytes_read"] == nearest["bytes_read"] == sum(linear["bytes_read"] for linear in report["linears"])
     assert sorted(map(int, report["speed"]["measured"])) == [1, 2, 4, 8]
     assert (out / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
