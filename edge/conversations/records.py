@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -114,6 +115,30 @@ class CallRound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for call in self.calls
         ]
         return [assistant_message(text, reasoning, calls), *results]
+
+
+def answer_of(messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[CallRound, ...]]:
+    """The content of an answer, and its calls before that, from messages as templates read them, after the user's."""
+    results = {each.get("tool_call_id"): parted(each["content"])[0] for each in messages if each["role"] == "tool"}
+    content, rounds = "", []
+    for each in messages:
+        if each["role"] != Role.ASSISTANT:
+            continue
+        content = ReasoningText().push(each.get("reasoning_content", ""), parted(each["content"])[0])
+        if "tool_calls" in each:
+            calls = tuple(
+                StoredCall(
+                    call.get("id", ""),
+                    call["function"]["name"],
+                    json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    CallState.DONE,
+                    results.get(call.get("id"), NOT_MADE),
+                )
+                for call in each["tool_calls"]
+            )
+            rounds.append(CallRound(content, calls))
+            content = ""
+    return content, tuple(rounds)
 
 
 def records_of(kind: type[_Record], value: Any) -> tuple[_Record, ...]:

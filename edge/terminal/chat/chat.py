@@ -13,6 +13,7 @@ from ....errors import CancelledError, EdgeError
 from ....models.user_text import on_one_line
 from ....runtime.conversation import Session
 from ....runtime.options import GenerateOptions
+from ....runtime.overflow import turns_of
 from ....runtime.result import Stats
 from ...cli.run import RunOptions
 from ...conversations.answering import (
@@ -31,6 +32,7 @@ from ...conversations.records import (
     MessageState,
     Role,
     StoredMessage,
+    answer_of,
     parted,
     source_lines,
 )
@@ -269,16 +271,18 @@ class Chat:
         """A new conversation with the messages of a file that `/save` wrote."""
         model = model_name_of(self.model.engine)
         conversation = ChatConversation(self.store, session.system or "")
-        question: StoredMessage | None = None
         parent: str | None = None
-        for message in session.messages:
-            if message["role"] == Role.USER:
-                text, images = parted(message["content"])
-                question = conversation.add_question(text, images, parent, model)
-                parent = question.id
-            elif message["role"] == Role.ASSISTANT and question is not None:
+        for first, *rest in turns_of(session.messages, lambda message: message["role"]):
+            if first["role"] != Role.USER:
+                continue
+            text, images = parted(first["content"])
+            question = conversation.add_question(text, images, parent, model)
+            parent = question.id
+            if rest:
                 answer = conversation.add_answer(question, model)
-                parent = self.store.finish_answer(answer.id, message["content"], MessageState.COMPLETE).id
+                content, rounds = answer_of(rest)
+                self.store.write_answer(answer.id, content, rounds=rounds)
+                parent = self.store.finish_answer(answer.id, content, MessageState.COMPLETE).id
         return conversation
 
     def introduce_model(self) -> None:

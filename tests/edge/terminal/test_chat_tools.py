@@ -125,11 +125,23 @@ def test_each_call_is_asked_about_and_its_result_is_shown(tmp_path: Path, model:
         assert calls.read_text(encoding="utf-8") == "Rome\n"
         again = reader.reply("/regenerate", PROMPT)  # no more questions in this conversation
         assert 'weather/get_weather {"city": "Paris"}\nParis: sunny\n' in again
+        assert "saved; continue with --resume" in reader.reply(f"/save {tmp_path / 'chat.kv'}", PROMPT)
         reader.quit()
     _, first, second_answer = stored(home)
     assert [call.state for call in first.rounds[0].calls] == [CallState.REFUSED, CallState.DONE]
     assert [call.state for call in second_answer.rounds[0].calls] == [CallState.DONE, CallState.DONE]
     assert {each.content for each in (first, second_answer)} == {"It is sunny in both."}
+
+    with chat(tmp_path / "another", model, "--resume", tmp_path / "chat.kv") as screen:
+        reader = Reader(screen)
+        reader.until("It is sunny in both.")
+        reader.until(PROMPT)
+        reader.quit()
+    question, answer = stored(tmp_path / "another")
+    assert (question.content, answer.content) == ("Weather?", "It is sunny in both.")
+    assert [(each.text, each.calls) for each in answer.rounds] == [
+        (each.text, each.calls) for each in second_answer.rounds
+    ]
 
 
 def test_ctrl_c_at_the_question_and_during_a_call_stops_the_answer(
