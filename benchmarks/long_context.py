@@ -44,7 +44,7 @@ from edgerun.runtime.graph.bound_graph import BoundGraph
 from edgerun.runtime.graph.graph_choice import ChosenGraphs, FurtherGraph
 from edgerun.runtime.graph.graph_io import BASE_GRAPH
 from edgerun.runtime.graph.open_graph import open_graph
-from edgerun.runtime.graph.session import SessionConfig
+from edgerun.runtime.graph.session import GraphSession, SessionConfig
 from edgerun.runtime.long_context.long_graph import LongContextGraph
 from edgerun.runtime.measure.pass_timing import pad_cache
 from edgerun.runtime.measure.system_load import LoadMeter
@@ -215,7 +215,7 @@ def show(found: Sequence[AtContext], read_ms: float, bandwidth: float) -> None:
     print(f"memory: {bandwidth / 1e9:.1f} GB/s; reading 1,024 tokens of keys and values once takes {read_ms:.2f} ms")
 
 
-def load_cost(graph: FurtherGraph) -> tuple[float, int]:
+def load_cost(graph: FurtherGraph, base: GraphSession) -> tuple[float, int]:
     """Seconds to make and load a graph, and the private memory that its session takes."""
     process = psutil.Process()
 
@@ -225,7 +225,7 @@ def load_cost(graph: FurtherGraph) -> tuple[float, int]:
         return int(getattr(info, "pss", info.uss))
 
     before, started = private_bytes(), time.perf_counter()
-    session = graph.load()
+    session = graph.load(base)
     seconds = time.perf_counter() - started
     taken = private_bytes() - before
     del session
@@ -266,7 +266,7 @@ def passes(arguments: argparse.Namespace) -> None:
     further = graphs.further[-1] if isinstance(graphs, ChosenGraphs) else None
     if not isinstance(graphs, ChosenGraphs) or not isinstance(further, LongContextGraph):
         raise SystemExit("the model has no graph for long contexts")
-    seconds, taken = load_cost(further)
+    seconds, taken = load_cost(further, graphs.base)
     found = [measure(graphs, further, context, arguments.turns) for context in sorted(arguments.contexts)]
     threads = arguments.threads or psutil.cpu_count(logical=False) or 1
     bandwidth = memory_bandwidth(threads)

@@ -168,7 +168,7 @@ class ChosenGraphs(DecoderGraph):
         self.graph_io = base.graph_io if graph_io is None else graph_io
         self.further: Final = tuple(further)
         self.failures: Final[dict[str, str]] = {}
-        self._base: Final = base
+        self.base: Final = base
         self.loaded: Final[dict[str, GraphSession]] = {}
         self._loading: Final = Lock()
         self._shared: SharedPasses | str = ""
@@ -177,12 +177,12 @@ class ChosenGraphs(DecoderGraph):
     def limit_width(self, tokens: int) -> None:
         """Run passes over at most that many tokens from now on, in every graph."""
         super().limit_width(tokens)
-        for graph in (self._base, *self.loaded.values()):
+        for graph in (self.base, *self.loaded.values()):
             graph.limit_width(tokens)
 
     def share_passes(self, texts: int, gather: Gather) -> SharedPasses | str:
         """Let texts share the passes of the model's own graph, and of others that say so."""
-        self._shared = self._base.share_passes(texts, gather)
+        self._shared = self.base.share_passes(texts, gather)
         return self._shared
 
     def steering(self, options: SteeringOptions) -> Steering | None:
@@ -192,11 +192,11 @@ class ChosenGraphs(DecoderGraph):
 
     def arena(self, limit: int) -> KVArena:
         """An empty KV cache, which all graphs extend."""
-        return self._base.arena(limit)
+        return self.base.arena(limit)
 
     def bind(self, arena: KVArena, *, hidden_states: bool = False) -> ChosenSession:
         """Bind to `arena`. With hidden states, which only the base graph gives, it runs all it can."""
-        return ChosenSession(self, self._base.bind(arena, hidden_states=hidden_states), prefers_base=hidden_states)
+        return ChosenSession(self, self.base.bind(arena, hidden_states=hidden_states), prefers_base=hidden_states)
 
     def bind_further(self, graph: FurtherGraph, arena: KVArena) -> BoundSession | None:
         """Bind a further graph, which is loaded if it is not; None if the base graph has to run its passes.
@@ -212,7 +212,7 @@ class ChosenGraphs(DecoderGraph):
             if session is None:
                 self.page_limit.drop()
                 try:
-                    session, own = graph.load(self._base), self._base.graph_io
+                    session, own = graph.load(self.base), self.base.graph_io
                     types = session and (session.graph_io.tensor_types, session.graph_io.state_types)
                     if types not in (None, (own.tensor_types, own.state_types)):
                         raise EdgeError(
