@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -104,7 +104,7 @@ class CallGrammar:
             else:
                 value = f"{self._json(schema)} {_quoted(end)}"
             part = f"{_quoted(f'<parameter={key}>' + chr(10))} {value}"
-            parts.append(part if isinstance(required, Sequence) and key in required else f"({part})?")
+            parts.append(part if isinstance(required, (list, tuple)) and key in required else f"({part})?")
         return f"{_quoted(f'{chr(10)}<function={name}>{chr(10)}')} {' '.join(parts)} {_quoted(f'</function>{chr(10)}')}"
 
     def _texts(self, *texts: str) -> str:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -93,8 +94,7 @@ def test_a_prompt_that_begins_while_its_session_is_closed_does_not_go_on(
     endless_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call() -> Any:
-        ignored = lambda *_: None  # noqa: E731
-        return SimpleNamespace(id=1, cancellation=Cancellation(), progress=ignored, notify=ignored)
+        return SimpleNamespace(id=1, cancellation=Cancellation(), progress=Mock(), notify=Mock())
 
     def is_closed() -> bool:
         try:

@@ -96,7 +96,7 @@ def test_names_and_schemas_are_data() -> None:
     )
 
 
-@pytest.mark.parametrize("required", [None, 5, True, {"city": 1}])
+@pytest.mark.parametrize("required", [None, 5, True, "a city", {"city": 1}])
 def test_required_names_that_are_not_a_list_require_nothing(required: object) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": required}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
